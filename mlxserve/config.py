@@ -1,0 +1,45 @@
+"""Settings as frozen dataclasses, and the only place that reads the environment.
+
+Environment:
+    MLXSERVE_HOME   where pulled models are kept (default: $XDG_CACHE_HOME/mlxserve, ~/.cache/mlxserve)
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxserve.errors import RequestError
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def home() -> Path:
+    """The directory that holds everything mlxserve keeps on disk."""
+    if explicit := os.environ.get("MLXSERVE_HOME"):
+        return Path(explicit).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "mlxserve"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How one engine schedules and how much memory it may take.
+
+    max_batch: rows (requests) computed together in one step.
+    max_batched_tokens: tokens computed in one step, over all rows; prompts are cut to it.
+    memory_limit_bytes: for weights, cache and activations together; None asks the device.
+    """
+
+    max_batch: int = 32
+    max_batched_tokens: int = 512
+    memory_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_batched_tokens < self.max_batch:
+            raise RequestError(
+                f"max_batched_tokens ({self.max_batched_tokens}) is smaller than max_batch "
+                f"({self.max_batch}); every running request needs one token per step"
+            )

@@ -1,0 +1,25 @@
+"""Every error the package raises on purpose. Messages are one line: the value, then the fix."""
+
+
+class MlxserveError(Exception):
+    """Base of all errors below: `except mlxserve.MlxserveError` catches what we foresaw."""
+
+
+class RequestError(MlxserveError, ValueError):
+    """The request is wrong (a 4xx in HTTP): bad sampling values, an empty or too long prompt."""
+
+
+class CapacityError(MlxserveError):
+    """The request is fine but there is no room for it now (429 or 503 in HTTP)."""
+
+
+class ModelError(MlxserveError):
+    """The model can't be found, read or run: missing files, damaged weights, unknown config."""
+
+
+class InvariantError(MlxserveError):
+    """A broken promise inside the engine: a bug. The engine stops rather than answer wrongly."""
+
+
+class EngineDead(MlxserveError):
+    """The engine has stopped; its message says why. Load the model again."""

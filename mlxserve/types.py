@@ -1,0 +1,268 @@
+"""What crosses between the parts: requests in, tokens out, and the plan of a step. No arrays."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from mlxserve.errors import RequestError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen, and when to stop.
+
+    max_tokens: new tokens at the most; None fills the context.
+    min_tokens: no stop id can be drawn before this many new tokens.
+    temperature: 0 takes the likeliest token (greedy); otherwise logits are divided by it.
+    top_k, top_p, min_p: applied in this order after the temperature; 0, 1 and 0 turn them off.
+        top_p keeps the smallest set whose probability reaches p (Holtzman et al. 2020,
+        arXiv:1904.09751); min_p keeps tokens at least min_p times as likely as the likeliest
+        (Nguyen et al. 2024, arXiv:2407.01082).
+    repetition_penalty: divides positive and multiplies negative logits of tokens already seen
+        (Keskar et al. 2019, arXiv:1909.05858); presence_penalty and frequency_penalty are subtracted
+        once, and once per occurrence, as OpenAI defines them. All count prompt and output.
+    logit_bias: token id -> value added to its logit.
+    seed: the same seed gives the same tokens, alone or in any batch; None draws a fresh one.
+    stop: strings that end the answer and are not part of it; stop_token_ids: ids that do.
+    ignore_eos: go on past the model's own end-of-sequence ids.
+    logprobs: report each token's log-probability under the model itself (before temperature,
+        penalties and filters); top_logprobs adds the likeliest alternatives.
+
+    Raises RequestError for a value out of range or not finite.
+    """
+
+    max_tokens: int | None = 512
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        if self.top_logprobs:
+            object.__setattr__(self, "logprobs", True)
+
+        _number("temperature", self.temperature, 0.0, 100.0)
+        _number("top_p", self.top_p, 0.0, 1.0)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        if self.top_p == 0.0:
+            raise RequestError("top_p is 0, which keeps no token; use temperature=0 for greedy")
+        _integer("top_k", self.top_k, 0)
+        _integer("min_tokens", self.min_tokens, 0)
+        _integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, 2**64 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(
+                    f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})"
+                )
+        for token, bias in self.logit_bias.items():
+            _integer("a logit_bias token id", token, 0)
+            _number(f"logit_bias[{token}]", bias, -1e9, 1e9)
+        for token in self.stop_token_ids:
+            _integer("a stop token id", token, 0)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS} work")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop string {text!r} must be a non-empty string")
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether the choice of a token depends on which tokens came before."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+def _number(name: str, value: Any, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} is {value!r}; it must be a finite number")
+    if not low <= value <= high:
+        raise RequestError(f"{name} is {value}; it must be between {low:g} and {high:g}")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} is {value!r}; it must be a whole number")
+    if value < low or (high is not None and value > high):
+        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise RequestError(f"{name} is {value}; it must be {bounds}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One prompt to continue, or, with `score`, to read only: its logits are the answer.
+
+    stop_ids: ids that end the answer: the model's own end ids and the caller's stop_token_ids.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: frozenset[int] = frozenset()
+    score: bool = False
+
+    def validate(self, *, vocab_size: int, context_tokens: int) -> None:
+        """Check what only the model can know. Raises RequestError."""
+        if not self.prompt_ids:
+            raise RequestError("the prompt is empty; give at least one token")
+        n = len(self.prompt_ids)
+        room = context_tokens if self.score else context_tokens - 1
+        if n > room:
+            raise RequestError(
+                f"the prompt has {n} tokens, and this model can take {room} here; shorten it"
+            )
+        named = (
+            ("prompt token id", self.prompt_ids),
+            ("logit_bias token id", self.params.logit_bias),
+            ("stop token id", self.params.stop_token_ids),
+        )
+        for name, ids in named:
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise RequestError(
+                        f"{name} {token} is out of range; this model's ids are 0 to {vocab_size - 1}"
+                    )
+        if self.params.top_k > vocab_size:
+            raise RequestError(
+                f"top_k is {self.params.top_k}, over the vocabulary of {vocab_size}; use 0 to keep all"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log-probability under the model, and the likeliest alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds on the engine's clock. Rates are None where there is nothing to divide.
+
+    ttft_s: from submission to the first token; prefill_tokens_per_s: prompt tokens over the time from
+    the first step to the first token; decode_tokens_per_s: later tokens over the time they took.
+    """
+
+    ttft_s: float | None
+    prefill_tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenOut:
+    """What the engine delivers: a token, the logits of a scored chunk, or the end of a request.
+
+    The last one of a request has `finish_reason` or `error` set, and `timings`.
+    prompt_logits: float32 `[n, V]`, for a scored request only, in order of position.
+    """
+
+    request_id: str
+    token_id: int | None = None
+    logprob: Logprob | None = None
+    prompt_logits: "np.ndarray | None" = None
+    finish_reason: FinishReason | None = None
+    timings: Timings | None = None
+    error: Exception | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """A request while it runs. Owned by the engine thread; all per-request state is here.
+
+    ids: the tokens known so far, prompt first.
+    computed: how many of them have (or will have, once the submitted steps ran) keys and values
+        in the cache; a step moves it towards the total.
+    pending: tokens sampled by the step in flight and not read yet (0 or 1).
+    hot: ids of the hot pages, oldest first; hot[j] holds page number sealed + j.
+    sealed: number of pages sealed so far.
+    tables: per layer group, ids of the sealed pages still held, oldest first.
+    dropped: per layer group, how many sealed pages the window has left behind.
+    counts: occurrences of each token, an array `[V]` on the device, for penalties only.
+    """
+
+    request: Request
+    ids: list[int]
+    seed: int
+    max_tokens: int
+    computed: int = 0
+    pending: int = 0
+    hot: list[int] = field(default_factory=list)
+    sealed: int = 0
+    tables: list[list[int]] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
+    counts: Any = None
+    finished: bool = False
+    submitted_s: float = 0.0
+    started_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+
+    @property
+    def total(self) -> int:
+        """Tokens this request wants computed as things stand."""
+        return len(self.ids) + self.pending
+
+    @property
+    def accepted(self) -> int:
+        """Computed tokens that can no longer change: their ids are known."""
+        return min(self.computed, len(self.ids))
+
+    @property
+    def outputs(self) -> int:
+        """New tokens, counting the one in flight."""
+        return self.total - len(self.request.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `start .. start + n` of one sequence, computed in one step; `samples`: and then one more drawn."""
+
+    seq: Sequence
+    start: int
+    n: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The chunks of one step, end to end: decode rows first, then prompts."""
+
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(c.n for c in self.chunks)
