@@ -1,7 +1,8 @@
 """What crosses between the parts: requests in, tokens out, and the plan of a step. No arrays."""
 
 import math
-from collections.abc import Mapping
+import secrets
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +12,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 FinishReason = Literal["stop", "length", "cancelled"]
+Messages = list[dict[str, Any]]
+Prompt = str | Messages | list[int]
+OnProgress = Callable[[str, int, int | None], None]
+"""Called with (stage, done, total); total is None while it is not known."""
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -178,6 +183,42 @@ class Timings:
     decode_tokens_per_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens read and tokens written, the one that ended the answer included."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """An answer.
+
+    text: without the stop string or special tokens; token_ids: all new tokens, with the end token.
+    finish_reason: "stop" (an end token or stop string), "length" (max_tokens or the context).
+    logprobs: one per token where they were asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    logprobs: tuple[Logprob, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that became complete; the last piece of a stream carries the whole answer."""
+
+    text: str
+    completion: Completion | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOut:
     """What the engine delivers: a token, the logits of a scored chunk, or the end of a request.
@@ -209,7 +250,8 @@ class Sequence:
     pending: tokens sampled by the step in flight and not read yet (0 or 1).
     hot: ids of the hot pages, oldest first; hot[j] holds page number sealed + j.
     sealed: number of pages sealed so far.
-    tables: per layer group, ids of the sealed pages still held, oldest first.
+    tables: per layer group, ids of its pool pages, oldest first: sealed ones, then those reserved for
+        hot pages that are about to be complete.
     dropped: per layer group, how many sealed pages the window has left behind.
     counts: occurrences of each token, an array `[V]` on the device, for penalties only.
     """
@@ -230,6 +272,34 @@ class Sequence:
     started_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
+
+    @classmethod
+    def start(cls, request: Request, context_tokens: int, submitted_s: float) -> "Sequence":
+        """A sequence at its beginning; an answer ends where the context does."""
+        seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
+        room = context_tokens - len(request.prompt_ids)
+        wanted = request.params.max_tokens
+        return cls(
+            request=request,
+            ids=list(request.prompt_ids),
+            seed=seed,
+            max_tokens=room if wanted is None else min(wanted, room),
+            submitted_s=submitted_s,
+        )
+
+    def timings(self) -> Timings:
+        """How long it took so far."""
+        if self.first_token_s is None or self.started_s is None or self.last_token_s is None:
+            return Timings(None, None, None)
+        prompt = len(self.request.prompt_ids)
+        later = len(self.ids) - prompt - 1
+        prefill_s = self.first_token_s - self.started_s
+        decode_s = self.last_token_s - self.first_token_s
+        return Timings(
+            ttft_s=self.first_token_s - self.submitted_s,
+            prefill_tokens_per_s=prompt / prefill_s if prefill_s > 0 else None,
+            decode_tokens_per_s=later / decode_s if later > 0 and decode_s > 0 else None,
+        )
 
     @property
     def total(self) -> int:
@@ -258,10 +328,19 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class Seal:
+    """A complete hot page and the page of each layer group's pool that it moves to."""
+
+    hot: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The chunks of one step, end to end: decode rows first, then prompts."""
+    """One step: pages to seal first, then the chunks to compute, end to end, decode rows first."""
 
     chunks: tuple[Chunk, ...]
+    seals: tuple[Seal, ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -1,0 +1,110 @@
+"""Run language models on Apple silicon, natively, on MLX.
+
+    import mlxserve
+
+    llm = mlxserve.load("smollm2-135m")
+    print(mlxserve.generate(llm, [{"role": "user", "content": "What is a prime?"}]).text)
+    for piece in mlxserve.stream(llm, "Once upon a time", temperature=0.8, seed=1):
+        print(piece.text, end="")
+
+Importing this costs little: MLX is loaded with the first model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mlxserve.errors import (
+    CapacityError,
+    EngineDead,
+    InvariantError,
+    MlxserveError,
+    ModelError,
+    RequestError,
+)
+from mlxserve.types import Completion, Piece, SamplingParams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from os import PathLike
+
+    from mlxserve.llm import LLM
+    from mlxserve.types import OnProgress, Prompt
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CapacityError",
+    "Completion",
+    "EngineDead",
+    "InvariantError",
+    "MlxserveError",
+    "ModelError",
+    "Piece",
+    "RequestError",
+    "SamplingParams",
+    "generate",
+    "load",
+    "stream",
+]
+
+
+def load(
+    model: str | PathLike[str], *, on_progress: OnProgress | None = None, **options: Any
+) -> LLM:
+    """Load a model and start its engine.
+
+    model: an alias such as "smollm2-135m" (fetched once, then kept), a directory of safetensors, or a
+    .gguf file. options: fields of `mlxserve.config.EngineConfig`, such as max_batch. on_progress is
+    called with (stage, done, total). Raises ModelError if it can't be found, read or run, and
+    CapacityError if memory is short.
+    """
+    from mlxserve.llm import LLM
+
+    return LLM(model, on_progress=on_progress, **options)
+
+
+def generate(
+    llm: LLM | str | PathLike[str], prompt: Prompt | list[Prompt], **sampling: Any
+) -> Completion | list[Completion]:
+    """Continue a prompt: text, chat messages, or token ids. A list of prompts runs as one batch.
+
+    sampling: fields of `SamplingParams`. Given a name instead of an LLM, the model is loaded for this
+    call alone; load it once for more. Raises RequestError for bad input, before any work starts.
+    """
+    from mlxserve.llm import LLM
+
+    if isinstance(llm, LLM):
+        return llm.generate(prompt, **sampling)
+    with load(llm) as model:
+        return model.generate(prompt, **sampling)
+
+
+def stream(
+    llm: LLM | str | PathLike[str], prompt: Prompt, **sampling: Any
+) -> Iterator[Piece]:
+    """Continue one prompt, piece by piece as text arrives; the last piece carries the Completion.
+
+    Arguments and errors are those of `generate`. Closing the iterator ends the answer.
+    """
+    from mlxserve.llm import LLM
+
+    if isinstance(llm, LLM):
+        return llm.stream(prompt, **sampling)
+    return _stream_once(llm, prompt, sampling)
+
+
+def _stream_once(
+    model: str | PathLike[str], prompt: Prompt, sampling: dict[str, Any]
+) -> Iterator[Piece]:
+    with load(model) as llm:
+        yield from llm.stream(prompt, **sampling)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from mlxserve.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module 'mlxserve' has no attribute {name!r}")

@@ -1,0 +1,113 @@
+"""The arrays behind the pages. Engine thread only; nothing else may hold a reference to them.
+
+Per layer, K and V apart (one array for all layers would be copied on every write):
+    hot   [n_hot * P, Hk, D]    token-major, written by each step through one flat index
+    pool  [pages, Hk, P, D]     head-major, written once per page, when it is sealed
+A write reuses the buffer only while no one else holds it, so arrays are replaced here and nowhere
+else, and a step's arrays are evaluated together with its tokens.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlxserve.cache.manager import LayerGroup
+from mlxserve.cache.spec import PAGE_TOKENS
+from mlxserve.types import Seal
+
+MIN_PAGES = 8
+
+
+class Storage:
+    """Hot and pool arrays of every layer, in `dtype`. They start small and grow by doubling.
+
+    hot_pages, pool_pages: the most they may grow to; pool_pages is per group.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        dtype: mx.Dtype,
+        *,
+        hot_pages: int,
+        pool_pages: Sequence[int],
+    ) -> None:
+        self.groups = list(groups)
+        self.limits = [hot_pages, *pool_pages]
+        self.capacity = [min(MIN_PAGES, limit) for limit in self.limits]
+        self.dtype = dtype
+        layers = {
+            layer: index for index, group in enumerate(self.groups) for layer in group.layers
+        }
+        self.group_of = [layers[layer] for layer in range(len(layers))]
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty arrays in place of the present ones."""
+        self.hot: list[tuple[mx.array, mx.array]] = []
+        self.pool: list[tuple[mx.array, mx.array]] = []
+        for index in self.group_of:
+            spec = self.groups[index].spec
+            n_hot, n_pool = self.capacity[0] * PAGE_TOKENS, self.capacity[1 + index]
+            self.hot.append(_pair((n_hot, spec.heads, spec.dim), self.dtype))
+            self.pool.append(_pair((n_pool, spec.heads, PAGE_TOKENS, spec.dim), self.dtype))
+        mx.eval(self.arrays())
+
+    def write(self, layer: int, index: mx.array, k: mx.array, v: mx.array) -> None:
+        """Put new tokens at flat hot positions. index: int32 `[T]`; k, v: `[T, Hk, D]`."""
+        hot_k, hot_v = self.hot[layer]
+        hot_k[index] = k
+        hot_v[index] = v
+
+    def seal(self, moves: Sequence[Seal]) -> None:
+        """Copy hot pages to their pool pages, lazily. A slice write each: a third of a scatter's time."""
+        for layer, group in enumerate(self.group_of):
+            for hot, pool in zip(self.hot[layer], self.pool[layer], strict=True):
+                for move in moves:
+                    start = move.hot * PAGE_TOKENS
+                    pool[move.pages[group]] = hot[start : start + PAGE_TOKENS].swapaxes(0, 1)
+
+    def short(self, hot: int, pools: Sequence[int]) -> bool:
+        """Whether so many pages need more than the present capacity."""
+        return any(n > have for n, have in zip((hot, *pools), self.capacity, strict=True))
+
+    def grow(self, hot: int, pools: Sequence[int]) -> None:
+        """Double until so many pages fit. Only between steps, when none is in flight.
+
+        Array by array, so that at most one of them is held twice.
+        """
+        for index, needed in enumerate((hot, *pools)):
+            while self.capacity[index] < min(needed, self.limits[index]):
+                self.capacity[index] = min(2 * self.capacity[index], self.limits[index])
+        for layer, group in enumerate(self.group_of):
+            self.hot[layer] = _grown(self.hot[layer], self.capacity[0] * PAGE_TOKENS)
+            self.pool[layer] = _grown(self.pool[layer], self.capacity[1 + group])
+
+    def arrays(self) -> list[mx.array]:
+        """Everything a step may have written, to evaluate with it."""
+        return [array for pair in (*self.hot, *self.pool) for array in pair]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+
+def page_bytes(group: LayerGroup, itemsize: int) -> int:
+    """Bytes of one page over all layers of a group, keys and values."""
+    return 2 * len(group.layers) * group.spec.heads * group.spec.dim * PAGE_TOKENS * itemsize
+
+
+def _pair(shape: tuple[int, ...], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    return mx.zeros(shape, dtype), mx.zeros(shape, dtype)
+
+
+def _grown(pair: tuple[mx.array, mx.array], rows: int) -> tuple[mx.array, mx.array]:
+    if pair[0].shape[0] == rows:
+        return pair
+    extra = (rows - pair[0].shape[0], *pair[0].shape[1:])
+    grown = []
+    for array in pair:
+        larger = mx.concatenate([array, mx.zeros(extra, array.dtype)])
+        mx.eval(larger)
+        grown.append(larger)
+    return grown[0], grown[1]

@@ -1,0 +1,199 @@
+"""The step, without a thread: cache, scheduler and runner, and the order they work in."""
+
+import logging
+import queue
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from mlxserve.cache.manager import CacheManager, group_layers, pages_in_window
+from mlxserve.cache.spec import PAGE_TOKENS
+from mlxserve.cache.storage import Storage, page_bytes
+from mlxserve.config import EngineConfig
+from mlxserve.engine.runner import InFlight, Runner
+from mlxserve.engine.scheduler import Scheduler
+from mlxserve.errors import InvariantError, ModelError
+from mlxserve.memory import GroupShape, device_limit_bytes, plan_cache
+from mlxserve.models.base import Model
+from mlxserve.types import Request, TokenOut
+from mlxserve.types import Sequence as Seq
+
+logger = logging.getLogger(__name__)
+
+TokenQueue = queue.SimpleQueue[TokenOut]
+"""Where a caller waits for its tokens; several requests may share one."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot: what runs and waits now, and what has been done since the start.
+
+    pages: sealed pages of the cache, over all layer groups; cache_bytes: what its arrays take now.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    preemptions: int = 0
+    pages_used: int = 0
+    pages: int = 0
+    cache_bytes: int = 0
+    peak_memory_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What callers may know without touching arrays: ids below vocab_size, tokens per sequence."""
+
+    vocab_size: int
+    context_tokens: int
+
+
+class Core:
+    """What the engine thread does, without the thread: used by it alone, and by tests.
+
+    open: requests under way, with their queues.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        groups = group_layers(model.layer_specs())
+        plan = plan_cache(
+            [
+                GroupShape(page_bytes(group, model.dtype.size), pages_in_window(group.spec.window))
+                for group in groups
+            ],
+            free_bytes=_free_bytes(config),
+            max_batch=config.max_batch,
+            max_batched_tokens=config.max_batched_tokens,
+            context_tokens=model.context_tokens,
+            page_tokens=PAGE_TOKENS,
+        )
+        pages = {"hot_pages": plan.hot_pages, "pool_pages": plan.pool_pages}
+        self.storage = Storage(groups, model.dtype, **pages)
+        self.manager = CacheManager(groups, **pages)
+        self.scheduler = Scheduler(config, self.manager)
+        self.runner = Runner(model, self.storage)
+        self.in_flight: InFlight | None = None
+        self.open: dict[str, tuple[Seq, TokenQueue]] = {}
+        self.stats = EngineStats()
+        context = min(model.context_tokens, self.manager.tokens_at_most())
+        self.info = EngineInfo(model.vocab_size, context)
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy or self.in_flight is not None
+
+    def admit(self, requests: Sequence[Request], out: TokenQueue, at_s: float) -> None:
+        """Take requests in; `at_s` is when they were submitted."""
+        for request in requests:
+            seq = Seq.start(request, self.info.context_tokens, at_s)
+            self.open[request.id] = (seq, out)
+            self.scheduler.add(seq)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests now; their pages are free at once."""
+        for request_id in request_ids:
+            if request_id in self.open:
+                self.scheduler.abort(self.open[request_id][0])
+                self._deliver(TokenOut(request_id=request_id, finish_reason="cancelled"))
+
+    def advance(self) -> None:
+        """One step; if it fails, the requests in it fail and the engine goes on.
+
+        Raises InvariantError, and whatever fails with no request to blame.
+        """
+        try:
+            self.step()
+        except InvariantError:
+            raise
+        except Exception as error:
+            if not self.scheduler.running:
+                raise
+            logger.exception("a step failed; the requests in it end")
+            self._fail_running(error)
+
+    def step(self) -> None:
+        """Build the next step, read the last, start the next."""
+        self._grow()
+        plan = self.scheduler.schedule()
+        if plan is None and self.in_flight is None:
+            raise InvariantError("requests are waiting and none can be scheduled")
+        following = self.runner.build(plan, self.in_flight) if plan else None
+        self._finish()
+        if following is not None:
+            following.submit()
+            now = time.perf_counter()
+            for chunk in following.plan.chunks:
+                chunk.seq.started_s = chunk.seq.started_s or now
+        self.in_flight = following
+
+    def check_integrity(self) -> None:
+        """Raise InvariantError if pages or counts do not add up."""
+        self.scheduler.check_integrity()
+
+    def _grow(self) -> None:
+        """Enlarge the storage where the next step may need it, with no step under way."""
+        extra = self.scheduler.pages_at_most()
+        hot = min(self.manager.hot.used + extra, self.manager.hot.pages)
+        pools = [min(pool.used + extra, pool.pages) for pool in self.manager.pools]
+        if self.storage.short(hot, pools):
+            self._finish()
+            self.storage.grow(hot, pools)
+
+    def _finish(self) -> None:
+        """Read the step under way and deliver its tokens."""
+        if self.in_flight is None:
+            return
+        results = self.in_flight.read()
+        step, self.in_flight = self.in_flight, None
+        now = time.perf_counter()
+        for chunk in step.plan.chunks:
+            if chunk.samples:
+                chunk.seq.first_token_s = chunk.seq.first_token_s or now
+                chunk.seq.last_token_s = now
+        outs = self.scheduler.commit(step.plan, results)
+        for out in outs:
+            self._deliver(out)
+        self._count(sum(out.token_id is not None for out in outs))
+
+    def _deliver(self, out: TokenOut) -> None:
+        seq, target = self.open[out.request_id]
+        if out.last:
+            del self.open[out.request_id]
+            out = replace(out, timings=seq.timings())
+        target.put(out)
+
+    def _fail_running(self, error: Exception) -> None:
+        """The arrays may hold a half-built step: start again from an empty cache."""
+        self.in_flight = None
+        for seq in list(self.scheduler.running):
+            self.scheduler.abort(seq)
+            reason = ModelError(f"the step failed: {type(error).__name__}: {error}")
+            reason.__cause__ = error
+            self._deliver(TokenOut(request_id=seq.request.id, error=reason))
+        self.storage.reset()
+
+    def _count(self, tokens: int) -> None:
+        self.stats = EngineStats(
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            steps=self.stats.steps + 1,
+            prompt_tokens=self.scheduler.prompt_tokens,
+            completion_tokens=self.stats.completion_tokens + tokens,
+            preemptions=self.scheduler.preemptions,
+            pages_used=sum(pool.used for pool in self.manager.pools),
+            pages=sum(pool.pages for pool in self.manager.pools),
+            cache_bytes=self.storage.nbytes,
+            peak_memory_bytes=mx.get_peak_memory(),
+        )
+
+
+def _free_bytes(config: EngineConfig) -> int:
+    """What the cache may take, once the weights are there."""
+    if config.memory_limit_bytes is None and not mx.metal.is_available():
+        return device_limit_bytes()  # what is available now: the weights are taken off already
+    return (config.memory_limit_bytes or device_limit_bytes()) - mx.get_active_memory()

@@ -1,0 +1,153 @@
+"""The engine thread: it owns the model and every array, and turns requests into tokens step by step.
+
+    submit, abort -> inbox -> [ seal -> build N+1 -> read N -> submit N+1 ] -> each request's queue
+
+Step N+1 is built while the device computes step N, on top of tokens not read yet. It is submitted
+only after N has been read: then no unfinished step holds the cache's arrays, and they are written
+in place.
+"""
+
+import gc
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxserve.config import EngineConfig
+from mlxserve.engine.core import Core, EngineInfo, EngineStats, TokenQueue
+from mlxserve.errors import EngineDead
+from mlxserve.models.base import Model
+from mlxserve.types import Request, TokenOut
+from mlxserve.types import Sequence as Seq
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    requests: tuple[Request, ...]
+    out: TokenQueue
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+class Engine:
+    """Runs requests on a thread of its own until closed.
+
+    load_model runs on that thread, and what it raises is raised here. Methods may be called from any
+    thread.
+    """
+
+    def __init__(self, load_model: Callable[[], Model], config: EngineConfig) -> None:
+        self.config = config
+        self.stats = EngineStats()
+        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
+        self._door = threading.Lock()
+        self._closed = False
+        self._failure: BaseException | None = None
+        started: queue.SimpleQueue[EngineInfo | BaseException] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._main, args=(load_model, started), name="mlxserve-engine", daemon=True
+        )
+        self._thread.start()
+        try:
+            outcome = started.get()
+        except BaseException:  # Ctrl-C while loading: the thread must not stay behind with the model
+            self._inbox.put(_Stop())
+            raise
+        if isinstance(outcome, BaseException):
+            raise outcome
+        self.info = outcome
+
+    def submit(self, requests: Sequence[Request], out: TokenQueue) -> None:
+        """Queue requests; their tokens and their ends go to `out`.
+
+        Raises RequestError if this model can't run one of them, and then none is queued; EngineDead
+        if the engine has stopped.
+        """
+        for request in requests:
+            request.validate(
+                vocab_size=self.info.vocab_size, context_tokens=self.info.context_tokens
+            )
+        with self._door:  # so that nothing is queued behind the end, to wait for ever
+            if self._closed:
+                raise self._dead()
+            self._inbox.put(_Submit(tuple(requests), out, time.perf_counter()))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests at the next step and free their pages; those already over are left alone."""
+        self._inbox.put(_Abort(tuple(request_ids)))
+
+    def close(self) -> None:
+        """Stop the thread and give its memory back. Running requests end with EngineDead."""
+        self._inbox.put(_Stop())
+        self._thread.join()
+
+    def _dead(self) -> EngineDead:
+        reason = f"it failed: {self._failure}" if self._failure else "it was closed"
+        return EngineDead(f"the engine has stopped ({reason}); load the model again")
+
+    def _main(self, load_model: Callable[[], Model], started: queue.SimpleQueue) -> None:
+        core = None
+        try:
+            core = Core(load_model(), self.config)
+            started.put(core.info)
+            self._loop(core)
+        except BaseException as error:
+            self._failure = error
+            if core is not None:
+                logger.exception("the engine stops")
+        self._shut(core.open if core is not None else {})
+        del core
+        release_thread()
+        if self._failure is not None:
+            started.put(self._failure)
+
+    def _loop(self, core: Core) -> None:
+        while True:
+            if not core.busy:
+                core.check_integrity()
+                self.stats = core.stats
+            while not core.busy or not self._inbox.empty():
+                match self._inbox.get():
+                    case _Submit(requests, out, at_s):
+                        core.admit(requests, out, at_s)
+                    case _Abort(request_ids):
+                        core.abort(request_ids)
+                    case _Stop():
+                        return
+            core.advance()
+            self.stats = core.stats
+
+    def _shut(self, unfinished: dict[str, tuple[Seq, TokenQueue]]) -> None:
+        """Tell everyone who waits, and everyone who comes later, that it is over."""
+        with self._door:
+            self._closed = True
+        waiting = {request_id: out for request_id, (_, out) in unfinished.items()}
+        while not self._inbox.empty():
+            match self._inbox.get():
+                case _Submit(requests, out, _):
+                    waiting |= {request.id: out for request in requests}
+        for request_id, out in waiting.items():
+            out.put(TokenOut(request_id=request_id, error=self._dead()))
+
+
+def release_thread() -> None:
+    """Give the thread's memory and streams back; without it a process may abort at exit."""
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    mx.clear_streams()

@@ -1,0 +1,137 @@
+"""Choosing tokens: `(logits [B, V], sequences) -> ids [B]`, each row by its own parameters.
+
+Rows are split by what they need (greedy, plain draw, filtered draw), never by what their batch mates
+need, so that a row's tokens do not depend on who else is in the batch.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence as Seq
+
+import mlx.core as mx
+import numpy as np
+
+from mlxserve.types import SamplingParams, Sequence
+
+
+def sample(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
+    """Draw one token per row, lazily.
+
+    logits: float32 `[B, V]`; seqs: the sequence of each row, whose `outputs` counts this token already.
+    Returns int32 `[B]`. Updates `counts` of sequences with penalties.
+    """
+    params = [seq.request.params for seq in seqs]
+    logits = _biased(_penalised(logits, seqs), seqs)
+    kinds = [_kind(p) for p in params]
+    order: list[int] = []
+    parts: list[mx.array] = []
+    for kind, draw in _DRAWS.items():
+        rows = [i for i, k in enumerate(kinds) if k == kind]
+        if not rows:
+            continue
+        chosen = logits if len(rows) == len(seqs) else logits[mx.array(rows)]
+        parts.append(draw(chosen, [seqs[i] for i in rows]).astype(mx.int32))
+        order += rows
+    ids = parts[0] if len(parts) == 1 else mx.concatenate(parts)[mx.array(np.argsort(order))]
+    for row, seq in enumerate(seqs):
+        if seq.counts is not None:
+            seq.counts = seq.counts.at[ids[row]].add(1)
+    return ids
+
+
+def logprobs(logits: mx.array, ids: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Log-probabilities under the model: of the ids `[B]`, and the `top` likeliest, unsorted.
+
+    logits: float32 `[B, V]`, as the model gave them. Returns values `[B]`, top ids and values `[B, top]`.
+    """
+    normalised = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(normalised, ids[:, None], axis=-1)[:, 0]
+    best = mx.argpartition(-normalised, kth=max(top - 1, 0), axis=-1)[:, :top]
+    return chosen, best, mx.take_along_axis(normalised, best, axis=-1)
+
+
+def _kind(p: SamplingParams) -> str:
+    if p.temperature == 0:
+        return "greedy"
+    return "filtered" if p.top_k or p.top_p < 1 or p.min_p > 0 else "plain"
+
+
+def _penalised(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
+    """Repetition, presence and frequency penalties over the tokens of prompt and output."""
+    rows = [i for i, seq in enumerate(seqs) if seq.request.params.needs_history]
+    if not rows:
+        return logits
+    vocab = logits.shape[-1]
+    for i in rows:
+        if seqs[i].counts is None:
+            counts = np.bincount(np.array(seqs[i].ids), minlength=vocab)
+            seqs[i].counts = mx.array(counts.astype(np.float32))
+    params = [seqs[i].request.params for i in rows]
+    counts = mx.stack([seqs[i].counts for i in rows])
+    seen = counts > 0
+    x = logits[mx.array(rows)]
+    repetition = _column(p.repetition_penalty for p in params)
+    x = mx.where(seen, mx.where(x > 0, x / repetition, x * repetition), x)
+    x = x - seen * _column(p.presence_penalty for p in params)
+    x = x - counts * _column(p.frequency_penalty for p in params)
+    result = mx.array(logits)
+    result[mx.array(rows)] = x
+    return result
+
+
+def _biased(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
+    """Logit bias, and no stop id before min_tokens."""
+    added: list[tuple[int, int, float]] = []
+    for row, seq in enumerate(seqs):
+        params = seq.request.params
+        added += [(row, token, bias) for token, bias in params.logit_bias.items()]
+        if seq.outputs <= params.min_tokens:
+            added += [(row, token, -float("inf")) for token in seq.request.stop_ids]
+    if not added:
+        return logits
+    rows, tokens, values = zip(*added, strict=True)
+    return logits.at[mx.array(rows), mx.array(tokens)].add(mx.array(values, mx.float32))
+
+
+def _greedy(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
+    return mx.argmax(logits, axis=-1)
+
+
+def _plain(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
+    return _draw(logits / _column(seq.request.params.temperature for seq in seqs), seqs)
+
+
+def _filtered(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
+    """Temperature, then top-k, top-p and min-p on the sorted row; each keeps at least the likeliest."""
+    params = [seq.request.params for seq in seqs]
+    vocab = logits.shape[-1]
+    scaled = logits / _column(p.temperature for p in params)
+    order = mx.argsort(-scaled, axis=-1)
+    x = mx.take_along_axis(scaled, order, axis=-1)
+    x = mx.where(mx.arange(vocab) < _column(p.top_k or vocab for p in params), x, -mx.inf)
+    probs = mx.softmax(x, axis=-1)
+    top_p = _column(p.top_p for p in params)
+    before = mx.cumsum(probs, axis=-1) - probs
+    # A sum that rounds to just over 1 must not cut the tail where top_p is off.
+    x = mx.where((before < top_p) | (top_p >= 1), x, -mx.inf)
+    probs = mx.softmax(x, axis=-1)
+    x = mx.where(probs >= _column(p.min_p for p in params) * probs[:, :1], x, -mx.inf)
+    return mx.take_along_axis(order, _draw(x, seqs)[:, None], axis=-1)[:, 0]
+
+
+def _draw(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
+    """One draw per row from softmax(logits), by a key of the row's seed and how far it has come."""
+    keys = mx.array(np.array([_key(seq.seed, seq.outputs) for seq in seqs], np.uint32))
+    return mx.vmap(lambda row, key: mx.random.categorical(row, key=key))(logits, keys)
+
+
+def _key(seed: int, index: int) -> tuple[int, ...]:
+    digest = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
+    return struct.unpack("<II", digest)
+
+
+def _column(values) -> mx.array:
+    return mx.array(list(values), mx.float32)[:, None]
+
+
+_DRAWS = {"greedy": _greedy, "plain": _plain, "filtered": _filtered}

@@ -1,0 +1,263 @@
+"""The offline API over the engine: `generate`, `stream`, `score`."""
+
+import difflib
+import itertools
+import queue
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from mlxserve.config import EngineConfig
+from mlxserve.engine.core import EngineStats, TokenQueue
+from mlxserve.engine.engine import Engine
+from mlxserve.errors import ModelError, RequestError
+from mlxserve.models.load import load_model
+from mlxserve.sources.checkpoint import Checkpoint, open_checkpoint
+from mlxserve.sources.pull import resolve
+from mlxserve.text.stream import TextStream
+from mlxserve.text.tokenizer import Tokenizer
+from mlxserve.types import (
+    Completion,
+    FinishReason,
+    Logprob,
+    OnProgress,
+    Piece,
+    Prompt,
+    Request,
+    SamplingParams,
+    Timings,
+    TokenOut,
+    Usage,
+)
+
+
+T = TypeVar("T")
+
+
+class LLM:
+    """A loaded model with its engine. Methods may be called from any thread, also at once.
+
+    Close it, use it in a `with` block, or drop the last reference to give its memory back.
+    Arguments and errors: see `mlxserve.load`.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str],
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Any,
+    ) -> None:
+        config = _from_names(EngineConfig, "engine option", options)
+        path = resolve(model if isinstance(model, str) else Path(model), on_progress)
+        checkpoint = open_checkpoint(path)
+        self.path = path
+        self.tokenizer = _tokenizer(checkpoint)
+        self._engine = Engine(
+            lambda: load_model(checkpoint.config, checkpoint.weights()), config
+        )
+        self._finalizer = weakref.finalize(self, self._engine.close)
+        self._ids = itertools.count()
+        if self.tokenizer.vocab_size > self._engine.info.vocab_size:
+            self.close()
+            raise ModelError(
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens and the model's embedding "
+                f"{self._engine.info.vocab_size}; the files of {path} belong to different models"
+            )
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of prompt and answer together, at the most."""
+        return self._engine.info.context_tokens
+
+    def generate(
+        self, prompt: Prompt | list[Prompt], **sampling: Any
+    ) -> Completion | list[Completion]:
+        """Continue a prompt (text, chat messages or token ids), or a list of them as one batch.
+
+        Ctrl-C ends the answers, frees their pages, and is raised again. Raises RequestError for bad
+        input, before any work starts.
+        """
+        params = _from_names(SamplingParams, "sampling parameter", sampling)
+        batch = _as_batch(prompt)
+        answers = self._answers(batch if batch is not None else [prompt], params)  # type: ignore[list-item]
+        for _ in self._run(answers):
+            pass
+        done = [answer.completion() for answer in answers]
+        return done if batch is not None else done[0]
+
+    def stream(self, prompt: Prompt, **sampling: Any) -> Iterator[Piece]:
+        """Continue one prompt, piece by piece; closing the iterator ends the answer."""
+        params = _from_names(SamplingParams, "sampling parameter", sampling)
+        if _as_batch(prompt) is not None:
+            raise RequestError("stream takes one prompt; use generate for a list of prompts")
+        return self._stream(self._answers([prompt], params))
+
+    def score(self, tokens: str | list[int]) -> np.ndarray:
+        """The logits after each token of a text: float32 `[T, V]`; row i predicts token i + 1."""
+        ids = self._encode(tokens)
+        request = Request(
+            id=self._next_id(), prompt_ids=tuple(ids), params=SamplingParams(), score=True
+        )
+        out: TokenQueue = queue.SimpleQueue()
+        self._engine.submit([request], out)
+        logits = np.empty((len(ids), self._engine.info.vocab_size), np.float32)
+        filled = 0
+        try:
+            while True:
+                got = out.get()
+                if got.error is not None:
+                    raise got.error
+                if got.prompt_logits is not None:
+                    logits[filled : filled + len(got.prompt_logits)] = got.prompt_logits
+                    filled += len(got.prompt_logits)
+                if got.last:
+                    return logits
+        finally:
+            self._engine.abort([request.id])
+
+    def stats(self) -> EngineStats:
+        """What the engine is doing and has done."""
+        return self._engine.stats
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back. Running answers end with EngineDead."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next_id(self) -> str:
+        return f"r{next(self._ids)}"
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, list | tuple):
+            raise RequestError(
+                f"a prompt is {type(prompt).__name__}; it must be text, chat messages or token ids"
+            )
+        if prompt and isinstance(prompt[0], dict):
+            return self.tokenizer.apply_chat_template(prompt)
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise RequestError(f"{token!r} among token ids; they must be whole numbers")
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
+
+    def _answers(self, prompts: list[Prompt], params: SamplingParams) -> list["_Answer"]:
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.tokenizer.eos_ids
+        return [
+            _Answer(
+                Request(
+                    id=self._next_id(),
+                    prompt_ids=tuple(self._encode(prompt)),
+                    params=params,
+                    stop_ids=stop_ids,
+                ),
+                TextStream(self.tokenizer, params.stop),
+            )
+            for prompt in prompts
+        ]
+
+    def _stream(self, answers: list["_Answer"]) -> Iterator[Piece]:
+        for piece in self._run(answers):
+            if piece:
+                yield Piece(piece)
+        yield Piece("", answers[0].completion())
+
+    def _run(self, answers: list["_Answer"]) -> Iterator[str]:
+        """Submit, then take tokens in as they come, until every answer is over."""
+        out: TokenQueue = queue.SimpleQueue()
+        open_answers = {answer.request.id: answer for answer in answers}
+        self._engine.submit([answer.request for answer in answers], out)
+        try:
+            while open_answers:
+                got = out.get()
+                if got.error is not None:
+                    raise got.error
+                answer = open_answers[got.request_id]
+                stopped = answer.stopped
+                yield answer.feed(got)
+                if answer.stopped and not stopped:
+                    self._engine.abort([got.request_id])
+                if got.last:
+                    del open_answers[got.request_id]
+        finally:
+            self._engine.abort(list(open_answers))
+
+
+@dataclass(eq=False, slots=True)
+class _Answer:
+    """What has come of one request; owned by the thread that waits for it."""
+
+    request: Request
+    text: TextStream
+    pieces: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprob] = field(default_factory=list)
+    finish_reason: FinishReason = "cancelled"
+    timings: Timings = Timings(None, None, None)
+    stopped: bool = False
+
+    def feed(self, out: TokenOut) -> str:
+        """Take a delivery in; returns the text that is complete now."""
+        piece = ""
+        if out.token_id is not None and not self.stopped:
+            self.token_ids.append(out.token_id)
+            if out.logprob is not None:
+                self.logprobs.append(out.logprob)
+            if out.finish_reason != "stop":  # an end token is no text
+                piece = self.text.feed(out.token_id)
+            self.stopped = self.text.stopped
+        if out.last:
+            self.timings = out.timings or self.timings
+            self.finish_reason = "stop" if self.stopped else out.finish_reason or "cancelled"
+            piece += "" if self.stopped else self.text.finish()
+            if self.text.stopped:
+                self.finish_reason = "stop"
+        self.pieces.append(piece)
+        return piece
+
+    def completion(self) -> Completion:
+        """The answer as it stands."""
+        return Completion(
+            text="".join(self.pieces),
+            token_ids=tuple(self.token_ids),
+            finish_reason=self.finish_reason,
+            usage=Usage(len(self.request.prompt_ids), len(self.token_ids)),
+            timings=self.timings,
+            logprobs=tuple(self.logprobs) if self.request.params.logprobs else None,
+        )
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.gguf_metadata is not None:
+        return Tokenizer.from_gguf(checkpoint.gguf_metadata)
+    return Tokenizer.from_directory(checkpoint.path)
+
+
+def _as_batch(prompt: Any) -> list[Prompt] | None:
+    """The prompts of a batch, or None for a single prompt. An empty list is an empty batch of ids."""
+    if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
+        return list(prompt)
+    return None
+
+
+def _from_names(cls: type[T], what: str, values: dict[str, Any]) -> T:
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise RequestError(f"unknown {what} {name!r}; {hint}")
+    return cls(**values)
