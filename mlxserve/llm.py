@@ -145,7 +145,7 @@ class LLM:
             raise RequestError(
                 f"a prompt is {type(prompt).__name__}; it must be text, chat messages or token ids"
             )
-        if prompt and isinstance(prompt[0], dict):
+        if _is_chat(prompt):
             return self.tokenizer.apply_chat_template(prompt)
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
@@ -164,7 +164,9 @@ class LLM:
                     params=params,
                     stop_ids=stop_ids,
                 ),
-                TextStream(self.tokenizer, params.stop),
+                # Chat answers open a text; other continuations keep the space before a first word.
+                TextStream(self.tokenizer, params.stop, at_start=_is_chat(prompt)),
+                self.tokenizer.vocab_size,
             )
             for prompt in prompts
         ]
@@ -198,10 +200,14 @@ class LLM:
 
 @dataclass(eq=False, slots=True)
 class _Answer:
-    """What has come of one request; owned by the thread that waits for it."""
+    """What has come of one request; owned by the thread that waits for it.
+
+    text_ids: ids below it have a text; a model's vocabulary may be padded beyond the tokenizer's.
+    """
 
     request: Request
     text: TextStream
+    text_ids: int
     pieces: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
@@ -216,7 +222,8 @@ class _Answer:
             self.token_ids.append(out.token_id)
             if out.logprob is not None:
                 self.logprobs.append(out.logprob)
-            if out.finish_reason != "stop":  # an end token is no text
+            # An end token is no text, nor is an id that only pads the model's vocabulary.
+            if out.finish_reason != "stop" and out.token_id < self.text_ids:
                 piece = self.text.feed(out.token_id)
             self.stopped = self.text.stopped
         if out.last:
@@ -244,6 +251,10 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.gguf_metadata is not None:
         return Tokenizer.from_gguf(checkpoint.gguf_metadata)
     return Tokenizer.from_directory(checkpoint.path)
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], dict)
 
 
 def _as_batch(prompt: Any) -> list[Prompt] | None:

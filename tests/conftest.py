@@ -1,19 +1,12 @@
-"""Fixtures that several folders share. A test that would skip for something missing fails under CI."""
+"""Fixtures that several folders share."""
 
-import os
 from pathlib import Path
 
 import pytest
 
+from tests.support.model_dir import write_model_dir
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item, call):
-    """Under CI a skip is a failure: there, everything the tests need is installed."""
-    report = yield
-    if report.skipped and os.environ.get("CI") == "true" and not hasattr(report, "wasxfail"):
-        report.outcome = "failed"
-        report.longrepr = f"skipped under CI=true: {report.longrepr}"
-    return report
+pytest_plugins = ["tests.support.ci"]
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +18,9 @@ def smollm2_gguf() -> Path:
         if model.name == "smollm2-135m":
             return model.path
     pytest.skip("the default model is not here; `mlxserve pull smollm2-135m` fetches it")
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory) -> Path:
+    """A tiny random llama in Hugging Face's layout, with a byte tokenizer and a chat template."""
+    return write_model_dir(tmp_path_factory.mktemp("tiny-llama"))

@@ -5,6 +5,7 @@ import queue
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -56,10 +57,13 @@ class EngineInfo:
 class Core:
     """What the engine thread does, without the thread: used by it alone, and by tests.
 
-    open: requests under way, with their queues.
+    open: requests under way, with their queues. pool_pages: an upper bound on the pages of each
+    layer group, below what memory allows.
     """
 
-    def __init__(self, model: Model, config: EngineConfig) -> None:
+    def __init__(
+        self, model: Model, config: EngineConfig, *, pool_pages: int | None = None
+    ) -> None:
         groups = group_layers(model.layer_specs())
         plan = plan_cache(
             [
@@ -72,7 +76,8 @@ class Core:
             context_tokens=model.context_tokens,
             page_tokens=PAGE_TOKENS,
         )
-        pages = {"hot_pages": plan.hot_pages, "pool_pages": plan.pool_pages}
+        pools = tuple(min(n, pool_pages or n) for n in plan.pool_pages)
+        pages: Any = {"hot_pages": plan.hot_pages, "pool_pages": pools}
         self.storage = Storage(groups, model.dtype, **pages)
         self.manager = CacheManager(groups, **pages)
         self.scheduler = Scheduler(config, self.manager)
@@ -125,10 +130,10 @@ class Core:
         following = self.runner.build(plan, self.in_flight) if plan else None
         self._finish()
         if following is not None:
-            following.submit()
             now = time.perf_counter()
             for chunk in following.plan.chunks:
                 chunk.seq.started_s = chunk.seq.started_s or now
+            following.submit()
         self.in_flight = following
 
     def check_integrity(self) -> None:

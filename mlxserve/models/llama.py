@@ -1,0 +1,161 @@
+"""Llama and its relatives: llama (with SmolLM2) and mistral, which adds a sliding window.
+
+Llama 2 (Touvron et al. 2023, arXiv:2307.09288), Mistral 7B (Jiang et al. 2023, arXiv:2310.06825).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxserve.cache.spec import FullKV, LayerSpec, WindowKV
+from mlxserve.models.base import ConfigReader, LayerView, View, Weights
+from mlxserve.models.layers import Embedding, Gate, GatedMLP, Linear, RMSNorm, make_gate
+from mlxserve.models.rope import Rope, rope_from_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlamaConfig:
+    """The part of config.json that decides the result. window: None where attention is full."""
+
+    vocab_size: int
+    context_tokens: int
+    layers: int
+    width: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    window: int | None
+    attention_bias: bool
+    mlp_bias: bool
+    tied: bool
+    rope: Rope
+
+
+def read_config(config: Mapping[str, Any]) -> LlamaConfig:
+    """Raises ModelError for keys and values that this model doesn't implement."""
+    reader = ConfigReader(config)
+    mistral = reader.model_type == "mistral"
+    width = reader.integer("hidden_size")
+    heads, kv_heads = reader.heads(kv_default=8 if mistral else None)
+    if reader.get("head_dim") is None and width % heads:
+        raise reader.error("hidden_size", width, f"a multiple of the {heads} heads")
+    head_dim = reader.integer("head_dim", width // heads)
+    context_tokens = reader.integer("max_position_embeddings")
+    reader.only("hidden_act", "silu")
+    parsed = LlamaConfig(
+        vocab_size=reader.integer("vocab_size"),
+        context_tokens=context_tokens,
+        layers=reader.integer("num_hidden_layers"),
+        width=width,
+        inner=reader.integer("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        eps=reader.number("rms_norm_eps", 1e-6),
+        window=_window(reader, config) if mistral else None,
+        attention_bias=reader.flag("attention_bias", False),
+        mlp_bias=reader.flag("mlp_bias", False),
+        tied=reader.flag("tie_word_embeddings", False),
+        rope=rope_from_config(reader, head_dim=head_dim, context_tokens=context_tokens),
+    )
+    reader.finish()
+    return parsed
+
+
+def _window(reader: ConfigReader, config: Mapping[str, Any]) -> int | None:
+    # Here null is a value: full attention. A file without the key means the first Mistral's 4096.
+    if "sliding_window" in config and reader.get("sliding_window") is None:
+        return None
+    return reader.integer("sliding_window", 4096)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary positions."""
+
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = c.head_dim
+        self.scale = c.head_dim**-0.5
+        self.rope = c.rope
+        self.q_proj = Linear(c.width, c.heads * c.head_dim, bias=c.attention_bias)
+        self.k_proj = Linear(c.width, c.kv_heads * c.head_dim, bias=c.attention_bias)
+        self.v_proj = Linear(c.width, c.kv_heads * c.head_dim, bias=c.attention_bias)
+        self.o_proj = Linear(c.heads * c.head_dim, c.width, bias=c.attention_bias)
+
+    def __call__(self, x: mx.array, positions: mx.array, layer: LayerView) -> mx.array:
+        T = x.shape[0]
+        q = self.rope(self.q_proj(x).reshape(T, -1, self.head_dim), positions)
+        k = self.rope(self.k_proj(x).reshape(T, -1, self.head_dim), positions)
+        v = self.v_proj(x).reshape(T, -1, self.head_dim)
+        out = layer.attend(q, k, v, scale=self.scale)
+        return self.o_proj(out.reshape(T, -1))
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each normalised before and added to the stream."""
+
+    def __init__(self, c: LlamaConfig, gate: Gate) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(c.width, c.eps)
+        self.self_attn = Attention(c)
+        self.post_attention_layernorm = RMSNorm(c.width, c.eps)
+        self.mlp = GatedMLP(c.width, c.inner, gate, bias=c.mlp_bias)
+
+    def __call__(self, x: mx.array, positions: mx.array, layer: LayerView) -> mx.array:
+        x = x + self.self_attn(self.input_layernorm(x), positions, layer)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Trunk(nn.Module):
+    """Everything but the output head; named `model` in checkpoints."""
+
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        gate = make_gate("silu")
+        self.embed_tokens = Embedding(c.vocab_size, c.width)
+        self.layers = [Block(c, gate) for _ in range(c.layers)]
+        self.norm = RMSNorm(c.width, c.eps)
+
+    def __call__(self, ids: mx.array, view: View) -> mx.array:
+        x = self.embed_tokens(ids)
+        for i, block in enumerate(self.layers):
+            x = block(x, view.positions, view.layer(i))
+        return self.norm(x)
+
+
+class Llama(nn.Module):
+    """See `models.base.Model`."""
+
+    def __init__(self, c: LlamaConfig) -> None:
+        super().__init__()
+        self.config = c
+        self.vocab_size = c.vocab_size
+        self.context_tokens = c.context_tokens
+        self.dtype = mx.float32
+        self.model = Trunk(c)
+        self.lm_head = None if c.tied else Linear(c.width, c.vocab_size)
+
+    def layer_specs(self) -> list[LayerSpec]:
+        c = self.config
+        if c.window is None:
+            return [FullKV(c.kv_heads, c.head_dim)] * c.layers
+        return [WindowKV(c.kv_heads, c.head_dim, c.window)] * c.layers
+
+    def __call__(self, ids: mx.array, view: View) -> mx.array:
+        return self.model(ids, view)
+
+    def logits(self, h: mx.array) -> mx.array:
+        return self.model.embed_tokens.as_linear(h) if self.lm_head is None else self.lm_head(h)
+
+    def sanitize(self, weights: Weights) -> Weights:
+        return weights
+
+
+def build(config: Mapping[str, Any]) -> Llama:
+    """Raises ModelError for a config that this model doesn't implement."""
+    return Llama(read_config(config))

@@ -1,0 +1,183 @@
+"""From a config and named tensors to a model that is ready to run."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxserve.errors import ModelError
+from mlxserve.kernels import quantized
+from mlxserve.kernels.quantized import PackedWeight
+from mlxserve.models.base import Model, Weights
+from mlxserve.models.layers import Embedding
+from mlxserve.models.registry import build
+
+Prepare = Callable[[PackedWeight], PackedWeight | mx.array]
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+COMPUTE_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+SHOWN = 3  # tensors named in an error before "and n more"
+
+
+def load_model(
+    config: Mapping[str, Any],
+    weights: Weights,
+    *,
+    compute_dtype: mx.Dtype | None = None,
+    prepare: Prepare = quantized.prepare,
+) -> Model:
+    """The model of `config` with `weights` installed and evaluated: any thread may run it.
+
+    weights: tensors under their checkpoint names, dense or packed. The dict is emptied, so that a
+        source is freed once its layer is converted: the peak is the model plus the largest group.
+    compute_dtype: float32, float16 or bfloat16 for activations and dense weights. None keeps the
+        checkpoint's own type on Metal and takes float32 on CPU, which emulates 16-bit floats.
+    prepare: the form in which this device computes with a packed weight.
+
+    Raises ModelError for an unsupported config, and, naming the tensors, for weights that are
+    missing, unexpected, of another shape or not floating.
+    """
+    if compute_dtype is not None and compute_dtype not in COMPUTE_DTYPES:
+        raise ModelError(f"compute_dtype is {compute_dtype}; use float32, float16 or bfloat16")
+    model = build(config)
+    module = cast(nn.Module, model)
+    expected = {name: a.shape for name, a in cast(list, tree_flatten(module.parameters()))}
+    pending = _tidy(weights, tied=HEAD not in expected)
+    _check(expected, pending)
+    pending = model.sanitize(pending)
+    dtype = compute_dtype or activation_dtype(pending, metal=mx.metal.is_available())
+    weights.clear()
+    for names in _groups(expected):
+        arrays: list[mx.array] = []
+        for name in names:
+            value = _convert(pending.pop(name), dtype, prepare)
+            _install(module, name, value, dtype)
+            arrays += _arrays(value)
+        mx.eval(arrays)
+    model.dtype = dtype
+    mx.clear_cache()  # the sources' buffers, which nothing will ask for again
+    return model
+
+
+def activation_dtype(weights: Weights, *, metal: bool) -> mx.Dtype:
+    """The dtype to compute in: float32 on CPU; on Metal the one most numbers are stored in.
+
+    Packed weights count by their scales. One dtype for all, since a stray float32 tensor (such as a
+    GGUF's norms) would widen every activation after it.
+    """
+    if not metal:
+        return mx.float32
+    numbers: Counter[mx.Dtype] = Counter()
+    for value in weights.values():
+        for array in _arrays(value):
+            if array.dtype in COMPUTE_DTYPES:
+                numbers[array.dtype] += array.size
+    return numbers.most_common(1)[0][0] if numbers else mx.float16
+
+
+def _arrays(value: mx.array | PackedWeight) -> list[mx.array]:
+    if not isinstance(value, PackedWeight):
+        return [value]
+    return [a for a in (value.weight, value.scales, value.biases) if a is not None]
+
+
+def _groups(expected: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Names to convert together: each layer, and each tensor outside the layers."""
+
+    def group(name: str) -> str:
+        parts = name.split(".")
+        return ".".join(parts[:3]) if parts[:2] == ["model", "layers"] else name
+
+    for _, names in groupby(expected, group):
+        yield list(names)
+
+
+def _convert(
+    value: mx.array | PackedWeight, dtype: mx.Dtype, prepare: Prepare
+) -> mx.array | PackedWeight:
+    if isinstance(value, PackedWeight):
+        value = prepare(value)
+    if not isinstance(value, PackedWeight):
+        return value.astype(dtype)
+    if not mx.issubdtype(value.scales.dtype, mx.floating):  # the mx formats' 8-bit exponents
+        return value
+    biases = None if value.biases is None else value.biases.astype(dtype)
+    scales = value.scales.astype(dtype)
+    return PackedWeight(value.weight, scales, biases, value.bits, value.group_size, value.mode)
+
+
+def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
+    """The module that holds the tensor `name`, and the tensor's name in it."""
+    *path, leaf = name.split(".")
+    node: Any = module
+    for part in path:
+        node = node[int(part)] if isinstance(node, list) else node[part]
+    return node, leaf
+
+
+def _install(module: nn.Module, name: str, value: mx.array | PackedWeight, dtype: mx.Dtype) -> None:
+    owner, leaf = _owner(module, name)
+    setattr(owner, leaf, value)
+    if isinstance(owner, Embedding):
+        owner.dtype = dtype
+
+
+def _tidy(weights: Weights, *, tied: bool) -> Weights:
+    """Checkpoint names as models know them, without buffers that old files carry along."""
+    out: Weights = {}
+    for original, value in weights.items():
+        name = original.removeprefix("language_model.")
+        if name.startswith(("layers.", "embed_tokens.", "norm.")):  # saved without its output head
+            name = f"model.{name}"
+        if name.endswith("rotary_emb.inv_freq"):
+            continue
+        if name in out:
+            raise ModelError(f"two tensors are named {name}; remove one ({original})")
+        out[name] = value
+    if tied and HEAD in out and EMBEDDING in out:
+        if not _equal(out[HEAD], out[EMBEDDING]):
+            raise ModelError(
+                f"tie_word_embeddings is true but {HEAD} differs from {EMBEDDING}; set it to false"
+            )
+        del out[HEAD]
+    return out
+
+
+def _equal(a: mx.array | PackedWeight, b: mx.array | PackedWeight) -> bool:
+    left, right = _arrays(a), _arrays(b)
+    if len(left) != len(right):
+        return False
+    return all(bool(mx.array_equal(x, y)) for x, y in zip(left, right, strict=True))
+
+
+def _check(expected: dict[str, tuple[int, ...]], weights: Weights) -> None:
+    problems = []
+    if missing := [f"{n} {list(s)}" for n, s in expected.items() if n not in weights]:
+        problems.append(f"missing {_listed(missing)}")
+    if unexpected := [f"{n} {list(v.shape)}" for n, v in weights.items() if n not in expected]:
+        problems.append(f"unexpected {_listed(unexpected)}")
+    wrong = []
+    for name, value in weights.items():
+        if name in expected and (fault := _fault(expected[name], value)):
+            wrong.append(f"{name} {fault}")
+    if wrong:
+        problems.append(f"wrong {_listed(wrong)}")
+    if problems:
+        raise ModelError(f"the weights don't fit the config: {'; '.join(problems)}")
+
+
+def _fault(shape: tuple[int, ...], value: mx.array | PackedWeight) -> str:
+    if tuple(value.shape) != shape:
+        return f"is {list(value.shape)}, expected {list(shape)}"
+    if not isinstance(value, PackedWeight) and not mx.issubdtype(value.dtype, mx.floating):
+        return f"is {value.dtype}, expected a floating type"
+    return ""
+
+
+def _listed(items: list[str]) -> str:
+    more = f" (and {len(items) - SHOWN} more)" if len(items) > SHOWN else ""
+    return ", ".join(items[:SHOWN]) + more

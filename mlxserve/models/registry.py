@@ -1,0 +1,31 @@
+"""Which module implements a config's `model_type`. Each has `build(config) -> Model`."""
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from mlxserve.errors import ModelError
+from mlxserve.models.base import Model
+
+MODULES = {
+    "gemma3_text": "mlxserve.models.gemma3_text",
+    "llama": "mlxserve.models.llama",
+    "mistral": "mlxserve.models.llama",
+}
+
+
+def build(config: Mapping[str, Any]) -> Model:
+    """The model that `config` (a config.json) describes, with placeholders for weights.
+
+    Raises ModelError for an unsupported model_type and for a config the model refuses.
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelError(f"config: model_type is {model_type!r}; it must name an architecture")
+    if model_type not in MODULES:
+        close = difflib.get_close_matches(model_type, MODULES, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        supported = ", ".join(sorted(MODULES))
+        raise ModelError(f"model_type {model_type!r} isn't supported{hint}; supported: {supported}")
+    return importlib.import_module(MODULES[model_type]).build(config)

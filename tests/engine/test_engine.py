@@ -1,0 +1,338 @@
+"""The engine on tiny models in float32: chunked = whole = transformers, batched = solo, bounded."""
+
+import queue
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+
+from mlxserve.config import EngineConfig
+from mlxserve.engine.core import Core
+from mlxserve.engine.engine import Engine
+from mlxserve.errors import EngineDead, InvariantError, ModelError, RequestError
+from mlxserve.models.load import load_model
+from mlxserve.types import Request, SamplingParams
+from tests.support.tiny import (
+    VOCAB_SIZE,
+    prompt,
+    reference_logits,
+    tiny_gemma3,
+    tiny_llama,
+    tiny_mistral,
+)
+
+LONG = {"max_position_embeddings": 2048}
+MODELS = {
+    "llama": lambda: tiny_llama(**LONG),
+    "mistral": lambda: tiny_mistral(**LONG),
+    "gemma3": lambda: tiny_gemma3(**LONG),
+    "wide window": lambda: tiny_mistral(sliding_window=100, **LONG),
+}
+CHUNKS = [7, 64, 100, 1000]
+
+
+@pytest.fixture(scope="module", params=MODELS, name="tiny")
+def tiny_model(request):
+    return MODELS[request.param]()
+
+
+def start(tiny, **config):
+    return Engine(
+        lambda: load_model(tiny.config, dict(tiny.weights)),
+        EngineConfig(**{"max_batch": 4, **config}),
+    )
+
+
+def request(ids, name="r", score=False, stop_ids=(), **params):
+    return Request(
+        id=name,
+        prompt_ids=tuple(int(i) for i in ids),
+        params=SamplingParams(**params),
+        stop_ids=frozenset(stop_ids),
+        score=score,
+    )
+
+
+def collect(engine, requests):
+    """Run requests together; all deliveries by request id."""
+    out, got, left = queue.SimpleQueue(), {r.id: [] for r in requests}, len(requests)
+    engine.submit(requests, out)
+    while left:
+        delivery = out.get(timeout=120)
+        got[delivery.request_id].append(delivery)
+        left -= delivery.last
+    return got
+
+
+def tokens(deliveries):
+    return [d.token_id for d in deliveries if d.token_id is not None]
+
+
+def run(tiny, requests, **config):
+    engine = start(tiny, **config)
+    try:
+        return collect(engine, requests)
+    finally:
+        engine.close()
+
+
+def score(tiny, ids, **config):
+    got = run(tiny, [request(ids, score=True)], **config)["r"]
+    return np.concatenate([d.prompt_logits for d in got])
+
+
+def continue_by_reference(tiny, ids, n):
+    """Greedy continuation by transformers, recomputing the whole text for each token."""
+    ids = torch.tensor([[int(i) for i in ids]])
+    with torch.no_grad():
+        for _ in range(n):
+            best = tiny.reference(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)
+            ids = torch.cat([ids, best], dim=1)
+    return ids[0, -n:].tolist()
+
+
+def test_logits_equal_transformers_at_every_position(tiny):
+    ids = prompt(200)
+    difference = np.abs(score(tiny, ids) - reference_logits(tiny.reference, ids))
+    assert difference.max() < 2e-3
+
+
+def test_greedy_continuation_equals_transformers_across_pages_and_windows(tiny):
+    ids = prompt(60)
+    got = run(tiny, [request(ids, max_tokens=80)])["r"]
+    assert tokens(got) == continue_by_reference(tiny, ids, 80)
+
+
+def test_chunk_size_changes_no_bit(tiny):
+    """Prompt of 300, 40 new tokens; the likeliest 20 logprobs of each are compared bit for bit."""
+    ids, runs = prompt(300), []
+    for chunk in CHUNKS:
+        asked = request(ids, max_tokens=40, top_logprobs=20)
+        got = run(tiny, [asked], max_batched_tokens=chunk)["r"]
+        runs.append([(d.token_id, d.logprob) for d in got])
+    assert all(r == runs[0] for r in runs[1:])
+
+
+def test_token_by_token_equals_the_whole_prompt_bit_for_bit(tiny):
+    ids = prompt(150)
+    whole = score(tiny, ids, max_batched_tokens=1000)
+    single = score(tiny, ids, max_batched_tokens=1, max_batch=1)
+    assert np.array_equal(whole, single)
+
+
+def test_sixteen_together_give_what_each_gives_alone(tiny):
+    rng = np.random.default_rng(0)
+    prompts = [prompt(int(rng.integers(1, 200)), seed=i) for i in range(16)]
+    requests = [request(p, f"r{i}", max_tokens=30) for i, p in enumerate(prompts)]
+    together = run(tiny, requests, max_batch=16, max_batched_tokens=50)
+    engine = start(tiny)
+    alone = {r.id: collect(engine, [r])[r.id] for r in requests}
+    engine.close()
+    assert {k: tokens(v) for k, v in together.items()} == {k: tokens(v) for k, v in alone.items()}
+
+
+def test_a_seeded_row_draws_the_same_alone_and_in_any_batch():
+    tiny = tiny_llama(**LONG)
+    params = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": 30}
+    rows = [request(prompt(20 + i, seed=i), f"r{i}", seed=i, **params) for i in range(6)]
+    others = [request(prompt(9, seed=50), "other", temperature=1.0), request([1], "greedy")]
+    engine = start(tiny, max_batch=8)
+    together = collect(engine, rows + others)
+    for row in rows:
+        assert tokens(collect(engine, [row])[row.id]) == tokens(together[row.id])
+    engine.close()
+
+
+def test_unseeded_rows_differ_from_one_another():
+    rows = [request([1, 2, 3], f"r{i}", temperature=1.5, max_tokens=20) for i in range(4)]
+    got = run(tiny_llama(**LONG), rows)
+    assert len({tuple(tokens(d)) for d in got.values()}) == 4
+
+
+def test_preempted_and_computed_again_gives_the_same_tokens(monkeypatch):
+    """A cache too small for all: with little memory the newest start over, and no token changes."""
+    tiny = tiny_llama(**LONG)
+    rows = [request(prompt(100, seed=i), f"r{i}", max_tokens=150) for i in range(4)]
+    expected = run(tiny, rows)
+    model = load_model(tiny.config, dict(tiny.weights))
+    core = Core(model, EngineConfig(max_batch=4), pool_pages=8)
+    out = queue.SimpleQueue()
+    core.admit(rows, out, 0.0)
+    while core.busy:
+        core.advance()
+        core.check_integrity()
+    assert core.stats.preemptions > 0
+    got = {r.id: [] for r in rows}
+    while not out.empty():
+        delivery = out.get()
+        got[delivery.request_id].append(delivery.token_id)
+    assert got == {name: tokens(deliveries) for name, deliveries in expected.items()}
+
+
+def test_requests_join_and_leave_at_any_step():
+    tiny = tiny_llama(**LONG)
+    engine = start(tiny, max_batch=3, max_batched_tokens=40)
+    out = queue.SimpleQueue()
+    rows = [request(prompt(50, seed=i), f"r{i}", max_tokens=10 + i) for i in range(8)]
+    got, ended = {r.id: [] for r in rows}, 0
+    engine.submit(rows[:1], out)
+    submitted = 1
+    while ended < len(rows):
+        delivery = out.get(timeout=60)
+        got[delivery.request_id].append(delivery.token_id)
+        ended += delivery.last
+        if submitted < len(rows):
+            engine.submit([rows[submitted]], out)
+            submitted += 1
+    engine.close()
+    expected = run(tiny, rows)
+    assert got == {name: tokens(deliveries) for name, deliveries in expected.items()}
+
+
+def test_a_cancelled_request_ends_and_frees_its_pages():
+    engine = start(tiny_llama(**LONG))
+    out = queue.SimpleQueue()
+    engine.submit([request(prompt(100), max_tokens=None)], out)
+    out.get(timeout=60)
+    engine.abort(["r", "unknown"])
+    while not (last := out.get(timeout=60)).last:
+        pass
+    assert last.finish_reason == "cancelled"
+    collect(engine, [request([1], "next", max_tokens=2)])
+    engine.close()
+    assert (engine.stats.pages_used, engine.stats.running) == (0, 0)
+
+
+def test_an_end_token_stops_and_is_delivered():
+    tiny = tiny_llama(**LONG)
+    free = tokens(run(tiny, [request([5, 6], max_tokens=20)])["r"])
+    end = free[7]
+    got = run(tiny, [request([5, 6], max_tokens=20, stop_ids=[end])])["r"]
+    assert tokens(got) == free[: free.index(end) + 1]
+    assert got[-1].finish_reason == "stop"
+
+
+def test_logprobs_equal_transformers():
+    tiny, ids = tiny_llama(**LONG), prompt(50)
+    got = run(tiny, [request(ids, max_tokens=5, top_logprobs=3)])["r"]
+    text = np.concatenate([ids, tokens(got)])
+    exact = torch.log_softmax(torch.from_numpy(reference_logits(tiny.reference, text)), -1)
+    for i, delivery in enumerate(got):
+        row = exact[49 + i].numpy()
+        assert abs(delivery.logprob.logprob - row[delivery.token_id]) < 1e-3
+        assert [t for t, _ in delivery.logprob.top] == np.argsort(-row)[:3].tolist()
+
+
+def test_decoding_writes_the_cache_in_place():
+    """A large cache and a short text: if building ahead or sealing copied a layer, it would show."""
+    tiny = tiny_llama(num_key_value_heads=4, head_dim=64, **LONG)
+    core = Core(load_model(tiny.config, dict(tiny.weights)), EngineConfig(max_batch=4))
+    core.storage.grow(core.manager.hot.pages, [128])
+    core.admit([request(prompt(40), max_tokens=None)], queue.SimpleQueue(), 0.0)
+    core.advance()
+    layer = core.storage.pool[0][0].nbytes
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(200):
+        core.advance()
+    assert core.stats.pages_used == 3
+    assert mx.get_peak_memory() - before < 0.5 * layer
+
+
+def test_storage_grows_with_the_text_and_no_token_changes():
+    """A long answer doubles the arrays on its way; with room from the start it is the same."""
+    tiny = tiny_llama(**LONG)
+    asked = request(prompt(30), max_tokens=700, stop_ids=[])
+    answers, sizes = [], []
+    for roomy in (False, True):
+        core = Core(load_model(tiny.config, dict(tiny.weights)), EngineConfig(max_batch=4))
+        if roomy:
+            core.storage.grow(core.manager.hot.pages, [core.manager.pools[0].pages])
+        sizes.append(core.storage.nbytes)
+        out = queue.SimpleQueue()
+        core.admit([asked], out, 0.0)
+        while core.busy:
+            core.advance()
+        sizes.append(core.storage.nbytes)
+        answers.append([out.get().token_id for _ in range(out.qsize())])
+    assert answers[0] == answers[1]
+    assert sizes[0] < sizes[1] < sizes[2] == sizes[3]
+
+
+class Failing:
+    """A model that fails in its nth call."""
+
+    def __init__(self, model, error, call):
+        self._model, self._error, self._call, self.calls = model, error, call, 0
+        self.vocab_size, self.dtype = model.vocab_size, model.dtype
+        self.context_tokens = model.context_tokens
+        self.layer_specs, self.logits = model.layer_specs, model.logits
+
+    def __call__(self, ids, view):
+        self.calls += 1
+        if self.calls == self._call:
+            raise self._error
+        return self._model(ids, view)
+
+
+def start_failing(error, call):
+    tiny = tiny_llama(**LONG)
+    model = load_model(tiny.config, dict(tiny.weights))
+    return Engine(lambda: Failing(model, error, call), EngineConfig(max_batch=2)), tiny
+
+
+def test_a_failed_step_ends_its_requests_and_the_next_are_served():
+    engine, tiny = start_failing(RuntimeError("out of device memory"), call=3)
+    failed = collect(engine, [request([1, 2], "a"), request([3], "b")])
+    for name in "ab":
+        error = failed[name][-1].error
+        assert isinstance(error, ModelError)
+        assert "out of device memory" in str(error)
+    after = collect(engine, [request([5, 6], "c", max_tokens=10)])["c"]
+    engine.close()
+    assert tokens(after) == tokens(run(tiny, [request([5, 6], max_tokens=10)])["r"])
+
+
+def test_a_dead_engine_says_so_to_everyone():
+    engine, _ = start_failing(InvariantError("page 3 was freed twice"), call=3)
+    got = collect(engine, [request([1], "running"), request([2], "waiting")])
+    for deliveries in got.values():
+        assert isinstance(deliveries[-1].error, EngineDead)
+        assert "page 3 was freed twice" in str(deliveries[-1].error)
+    with pytest.raises(EngineDead, match="page 3 was freed twice.*load the model again"):
+        engine.submit([request([1])], queue.SimpleQueue())
+    engine.close()
+
+
+def test_closing_ends_what_runs():
+    engine = start(tiny_llama(**LONG))
+    out = queue.SimpleQueue()
+    engine.submit([request([1], max_tokens=None)], out)
+    out.get(timeout=60)
+    engine.close()
+    while not (last := out.get(timeout=60)).last:
+        pass
+    assert isinstance(last.error, EngineDead)
+    with pytest.raises(EngineDead, match="it was closed"):
+        engine.submit([request([1])], queue.SimpleQueue())
+
+
+def test_what_loading_raises_is_raised_here():
+    def load():
+        raise ModelError("no such model")
+
+    with pytest.raises(ModelError, match="no such model"):
+        Engine(load, EngineConfig())
+
+
+def test_a_bad_request_among_good_ones_queues_none():
+    engine = start(tiny_llama(**LONG))
+    out = queue.SimpleQueue()
+    with pytest.raises(RequestError, match=f"{VOCAB_SIZE} is out of range"):
+        engine.submit([request([1], "good"), request([VOCAB_SIZE], "bad")], out)
+    with pytest.raises(RequestError, match="2048 tokens, and this model can take 2047"):
+        engine.submit([request([1] * 2048)], out)
+    collect(engine, [request([1], "next", max_tokens=1)])
+    engine.close()
+    assert out.empty()

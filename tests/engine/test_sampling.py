@@ -1,0 +1,176 @@
+"""Sampling against NumPy: which tokens may be drawn, how often, and that batch mates don't matter."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxserve.engine.sampling import logprobs, sample
+from mlxserve.types import Request, SamplingParams, Sequence
+
+V = 50
+
+
+def sequence(prompt=(1, 2, 3), outputs=(), stop_ids=(), seed=0, **params):
+    request = Request(
+        id="r",
+        prompt_ids=tuple(prompt),
+        params=SamplingParams(seed=seed, **params),
+        stop_ids=frozenset(stop_ids),
+    )
+    seq = Sequence.start(request, 10_000, 0.0)
+    seq.ids += outputs
+    seq.pending = 1  # the token being drawn, as the scheduler has it
+    return seq
+
+
+def random_logits(rows=1, seed=0, spread=3.0):
+    return np.random.default_rng(seed).normal(size=(rows, V), scale=spread).astype(np.float32)
+
+
+def draws(logits, n=400, **params):
+    """n draws of one row under n seeds."""
+    seqs = [sequence(seed=i, **params) for i in range(n)]
+    return np.array(sample(mx.array(np.repeat(logits, n, axis=0)), seqs))
+
+
+def allowed(logits, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """The set of tokens that may be drawn, and their probabilities, in float64."""
+    x = logits.astype(np.float64) / temperature
+    order = np.argsort(-x)
+    keep = order[: top_k or V]
+    probs = np.exp(x[keep] - x[keep].max())
+    probs /= probs.sum()
+    keep = keep[np.cumsum(probs) - probs < top_p]
+    probs = np.exp(x[keep] - x[keep].max())
+    probs /= probs.sum()
+    keep, probs = keep[probs >= min_p * probs[0]], probs[probs >= min_p * probs[0]]
+    return dict(zip(keep.tolist(), (probs / probs.sum()).tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"temperature": 2.0, "top_k": 5},
+        {"temperature": 1.0, "top_p": 0.7},
+        {"temperature": 1.5, "min_p": 0.1},
+        {"temperature": 2.0, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+        {"temperature": 1.0, "top_p": 1e-6},
+        {"temperature": 1.0, "top_k": V},
+    ],
+    ids=str,
+)
+def test_draws_follow_the_filtered_distribution(params):
+    logits = random_logits(seed=3, spread=1.5)
+    n = 4000
+    expected = allowed(logits[0], **params)
+    tokens, counts = np.unique(draws(logits, n, **params), return_counts=True)
+    assert set(tokens.tolist()) <= set(expected)
+    for token, probability in expected.items():
+        seen = counts[tokens == token].sum() / n
+        # Five standard deviations; a very rare token may come up once or twice.
+        assert abs(seen - probability) < 5 * (probability * (1 - probability) / n) ** 0.5 + 2 / n
+
+
+def test_zero_temperature_takes_the_likeliest_whatever_the_filters():
+    logits = random_logits(4)
+    seqs = [sequence(), sequence(top_k=3), sequence(top_p=0.1), sequence(min_p=0.9)]
+    assert sample(mx.array(logits), seqs).tolist() == logits.argmax(-1).tolist()
+
+
+def test_a_row_draws_the_same_alone_and_in_any_batch():
+    kinds = [
+        {"temperature": 1.0},
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9},
+        {"temperature": 1.2, "top_k": 7, "repetition_penalty": 1.3},
+        {"temperature": 1.0, "min_p": 0.05, "logit_bias": {4: 3.0}},
+        {"presence_penalty": 0.5},
+    ]
+    logits = random_logits(len(kinds) * 3, seed=1)
+
+    def make(i):
+        return sequence(seed=i, outputs=list(range(i % 4)), **kinds[i % len(kinds)])
+
+    alone = [sample(mx.array(logits[i : i + 1]), [make(i)]).item() for i in range(len(logits))]
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        order = rng.permutation(len(logits))[: rng.integers(2, len(logits))]
+        batch = sample(mx.array(logits[order]), [make(int(i)) for i in order]).tolist()
+        assert batch == [alone[i] for i in order]
+
+
+def test_the_same_seed_draws_anew_at_each_token_and_other_seeds_differ():
+    logits = mx.array(np.zeros((1, V), np.float32))
+    by_position = [
+        sample(logits, [sequence(outputs=[5] * i, temperature=1.0)]).item() for i in range(30)
+    ]
+    by_seed = [sample(logits, [sequence(seed=i, temperature=1.0)]).item() for i in range(30)]
+    assert len(set(by_position)) > 10
+    assert len(set(by_seed)) > 10
+
+
+def test_penalties_count_prompt_and_output():
+    logits = np.full((1, V), -50.0, np.float32)
+    logits[0, [5, 6, 7]] = [4.0, 3.9, 3.0]
+
+    def first(**params):
+        # 5 stands once in the prompt and twice in the output, 6 once in the output.
+        seq = sequence(prompt=[5, 1], outputs=[5, 5, 6], **params)
+        return sample(mx.array(logits), [seq]).item()
+
+    assert first() == 5
+    assert first(repetition_penalty=2.0) == 7  # 4/2, 3.9/2 against 3
+    assert first(presence_penalty=0.5) == 5  # 3.5, 3.4, 3.0
+    assert first(frequency_penalty=0.5) == 6  # 4 - 1.5, 3.9 - 0.5, 3.0
+    assert first(frequency_penalty=1.0) == 7
+
+
+def test_a_repetition_penalty_also_lowers_negative_logits():
+    logits = np.full((1, V), -50.0, np.float32)
+    logits[0, [5, 6]] = [-1.0, -1.5]
+    seq = sequence(prompt=[5], repetition_penalty=2.0)
+    assert sample(mx.array(logits), [seq]).item() == 6
+
+
+def test_penalties_follow_the_tokens_drawn():
+    """Each token is penalised from the step after it is drawn, though it may not be read yet."""
+    logits = mx.array(np.array([[3.0, 2.9, 2.8] + [-9.0] * (V - 3)], np.float32))
+    seq = sequence(prompt=[10], presence_penalty=1.0)
+    drawn = []
+    for _ in range(3):
+        drawn.append(sample(logits, [seq]).item())
+        seq.pending += 1
+    assert drawn == [0, 1, 2]
+
+
+def test_bias_is_added_and_can_forbid():
+    logits = random_logits()
+    best = int(logits.argmax())
+    assert sample(mx.array(logits), [sequence(logit_bias={9: 100.0})]).item() == 9
+    assert sample(mx.array(logits), [sequence(logit_bias={best: -100.0})]).item() != best
+
+
+def test_no_stop_id_before_min_tokens():
+    logits = random_logits()
+    best = int(logits.argmax())
+    how = {"stop_ids": [best], "min_tokens": 2}
+    got = [
+        sample(mx.array(logits), [sequence(outputs=[1] * n, **how)]).item() == best
+        for n in range(4)
+    ]
+    assert got == [False, False, True, True]
+
+
+def test_logprobs_are_the_model_s_own():
+    logits = random_logits(3)
+    ids = mx.array([4, 0, 9])
+    chosen, top_ids, top = (np.array(x) for x in logprobs(mx.array(logits), ids, 5))
+    exact = logits.astype(np.float64)
+    exact = exact - np.log(np.exp(exact).sum(-1, keepdims=True))
+    np.testing.assert_allclose(chosen, exact[range(3), [4, 0, 9]], atol=1e-5)
+    for row in range(3):
+        best = np.argsort(-exact[row])[:5]
+        assert set(top_ids[row]) == set(best)
+        np.testing.assert_allclose(sorted(top[row]), sorted(exact[row, best]), atol=1e-5)

@@ -1,0 +1,74 @@
+"""Sampling values and requests are checked before work starts; the message names the value."""
+
+import math
+
+import pytest
+
+from mlxserve.errors import RequestError
+from mlxserve.types import Request, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": -0.1}, "temperature is -0.1; it must be between 0 and 100"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"temperature": True}, "temperature is True"),
+        ({"top_p": math.inf}, "top_p is inf"),
+        ({"top_p": 0.0}, "top_p is 0"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"min_p": -1}, "min_p is -1"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"top_k": 2.5}, "top_k is 2.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0"),
+        ({"presence_penalty": math.nan}, "presence_penalty is nan"),
+        ({"frequency_penalty": "a"}, "frequency_penalty is 'a'"),
+        ({"logit_bias": {3: math.nan}}, r"logit_bias\[3\] is nan"),
+        ({"logit_bias": {-3: 1.0}}, "a logit_bias token id is -3"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1"),
+        ({"max_tokens": 3, "min_tokens": 4}, r"min_tokens \(4\) is more than max_tokens \(3\)"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
+        ({"stop": ["", "a"]}, "stop string ''"),
+        ({"stop": [5]}, "stop string 5"),
+        ({"stop": ["x"] * 17}, "17 stop strings; at most 16"),
+        ({"stop_token_ids": [-1]}, "a stop token id is -1"),
+        ({"top_logprobs": 21}, "top_logprobs is 21; it must be between 0 and 20"),
+    ],
+)
+def test_bad_sampling_values_are_named(params, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        SamplingParams(**params)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_single_stop_string_and_none_are_taken_as_meant():
+    assert SamplingParams(stop="END").stop == ("END",)
+    assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None).stop == ()
+    assert SamplingParams(top_logprobs=2).logprobs is True
+
+
+@pytest.mark.parametrize(
+    ("request_values", "message"),
+    [
+        ({"prompt_ids": ()}, "the prompt is empty"),
+        ({"prompt_ids": (1, 100)}, "prompt token id 100 is out of range; .* 0 to 99"),
+        ({"prompt_ids": (-1,)}, "prompt token id -1 is out of range"),
+        ({"prompt_ids": (1,) * 20}, "the prompt has 20 tokens, and this model can take 19"),
+        ({"params": SamplingParams(top_k=101)}, "top_k is 101, over the vocabulary of 100"),
+        ({"params": SamplingParams(logit_bias={100: 1.0})}, "logit_bias token id 100"),
+        ({"params": SamplingParams(stop_token_ids=(200,))}, "stop token id 200"),
+    ],
+)
+def test_what_only_the_model_can_know_is_checked(request_values, message):
+    values = {"prompt_ids": (1, 2), "params": SamplingParams()} | request_values
+    with pytest.raises(RequestError, match=message):
+        Request(id="r", **values).validate(vocab_size=100, context_tokens=20)
+
+
+def test_the_limits_themselves_are_allowed():
+    fits = Request(id="r", prompt_ids=(0, 99) + (1,) * 17, params=SamplingParams(top_k=100))
+    fits.validate(vocab_size=100, context_tokens=20)
+    scored = Request(id="r", prompt_ids=(1,) * 20, params=SamplingParams(), score=True)
+    scored.validate(vocab_size=100, context_tokens=20)
