@@ -96,7 +96,9 @@ class LLM:
         params = _from_names(SamplingParams, "sampling parameter", sampling)
         if _as_batch(prompt) is not None:
             raise RequestError("stream takes one prompt; use generate for a list of prompts")
-        return self._stream(self._answers([prompt], params))
+        answers = self._answers([prompt], params)
+        self._engine.check([answer.request for answer in answers])
+        return self._stream(answers)
 
     def score(self, tokens: str | list[int]) -> np.ndarray:
         """The logits after each token of a text: float32 `[T, V]`; row i predicts token i + 1."""

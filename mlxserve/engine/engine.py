@@ -72,16 +72,20 @@ class Engine:
             raise outcome
         self.info = outcome
 
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise RequestError for the first request that this model can't run."""
+        for request in requests:
+            request.validate(
+                vocab_size=self.info.vocab_size, context_tokens=self.info.context_tokens
+            )
+
     def submit(self, requests: Sequence[Request], out: TokenQueue) -> None:
         """Queue requests; their tokens and their ends go to `out`.
 
         Raises RequestError if this model can't run one of them, and then none is queued; EngineDead
         if the engine has stopped.
         """
-        for request in requests:
-            request.validate(
-                vocab_size=self.info.vocab_size, context_tokens=self.info.context_tokens
-            )
+        self.check(requests)
         with self._door:  # so that nothing is queued behind the end, to wait for ever
             if self._closed:
                 raise self._dead()

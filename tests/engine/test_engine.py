@@ -225,7 +225,7 @@ def test_logprobs_equal_transformers():
 
 
 def test_decoding_writes_the_cache_in_place():
-    """A large cache and a short text: if building ahead or sealing copied a layer, it would show."""
+    """A large cache and a short text: if a step held on to a layer's pages, a copy would show."""
     tiny = tiny_llama(num_key_value_heads=4, head_dim=64, **LONG)
     core = Core(load_model(tiny.config, dict(tiny.weights)), EngineConfig(max_batch=4))
     core.storage.grow(core.manager.hot.pages, [128])

@@ -1,0 +1,124 @@
+"""Opening a model on disk, whatever its form: config and weights under Hugging Face's names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxserve.kernels.quantized import PackedWeight
+from mlxserve.sources import directory, gguf_names, gguf_quant, mlx_quant, safetensors
+from mlxserve.sources.gguf import MAGIC, GGUFFile, read_gguf
+from mlxserve.sources.report import damaged, show, unsupported
+
+Weights = dict[str, mx.array | PackedWeight]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Checkpoint:
+    """A model on disk that has been checked as far as its headers go.
+
+    path: the file or directory.
+    config: Hugging Face's keys, with `model_type`; how weights are quantised is not in it, since
+        the weights say so themselves.
+    gguf_metadata: all metadata of a GGUF file (its tokenizer is in there); None for a directory.
+    size_bytes: of the weight files.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    gguf_metadata: Mapping[str, Any] | None
+    size_bytes: int
+    load: Callable[[], Weights]
+
+    def weights(self) -> Weights:
+        """Weights by Hugging Face name, in the file's own dtypes; a quantised `X.weight` is packed.
+
+        A directory's arrays are lazy: evaluate them on the thread that called this. Reads the files
+        anew on each call. Raises ModelError for data that is damaged.
+        """
+        return self.load()
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a `.gguf` file or a model directory (Hugging Face's or MLX's layout).
+
+    Only headers are read; what they say is checked against the files' sizes, so a file cut short is
+    found here. Raises ModelError, in one line with the fix, for anything that can't be loaded
+    exactly.
+    """
+    try:
+        if path.is_dir():
+            return _open_directory(path)
+        if path.is_file():
+            return _open_file(path)
+        exists = path.exists()
+    except OSError as e:
+        raise unsupported(path, f"{e.strerror}; check the path and its permissions") from None
+    if exists:
+        raise unsupported(path, "it is neither a file nor a directory; give a model")
+    raise unsupported(path, "there is no such file or directory; check the path")
+
+
+def _open_file(path: Path) -> Checkpoint:
+    with path.open("rb") as f:
+        magic = f.read(len(MAGIC))
+    if magic != MAGIC and path.suffix != ".gguf":
+        fix = "give a .gguf file or a model's directory"
+        if path.suffix in directory.PICKLES:
+            raise unsupported(path, f"it may be a pickle, and no pickle is ever opened; {fix}")
+        raise unsupported(path, f"it is not a GGUF file; {fix}")
+    file = read_gguf(path)
+    config, tensors = gguf_names.describe(file)
+    for t in tensors:
+        gguf_quant.check_tensor(file, t.tensor)
+    return Checkpoint(
+        path, config, file.metadata, file.size_bytes, lambda: _gguf_weights(file, tensors)
+    )
+
+
+def _gguf_weights(file: GGUFFile, tensors: list[gguf_names.NamedTensor]) -> Weights:
+    weights: Weights = {}
+    for t in tensors:
+        order = gguf_names.row_order(t.tensor.shape[0], t.heads) if t.heads else None
+        value = gguf_quant.to_mlx(file, t.tensor, order)
+        if t.plus_one and not isinstance(value, PackedWeight):
+            value = value - 1
+        weights[t.name] = value
+    return weights
+
+
+def _open_directory(root: Path) -> Checkpoint:
+    config = directory.read_config(root)
+    entries = directory.read_entries(root)
+    layers = mlx_quant.quantised_layers(root / "config.json", config, entries)
+    files = sorted({e.path for e in entries.values()})
+    for key in ("quantization", "quantization_config"):
+        config.pop(key, None)
+    size = sum(f.stat().st_size for f in files)
+    return Checkpoint(root, config, None, size, lambda: _directory_weights(files, entries, layers))
+
+
+def _directory_weights(
+    files: list[Path],
+    entries: Mapping[str, safetensors.Entry],
+    layers: Mapping[str, mlx_quant.Quantised],
+) -> Weights:
+    arrays: dict[str, mx.array] = {}
+    for file in files:
+        arrays |= safetensors.load(file)
+    for name, entry in entries.items():
+        if name not in arrays or arrays[name].shape != entry.shape:
+            raise damaged(entry.path, f"tensor {show(name)} changed while the model was loaded")
+    weights: Weights = {}
+    for layer, how in layers.items():
+        weights[f"{layer}.weight"] = PackedWeight(
+            arrays.pop(f"{layer}.weight"),
+            arrays.pop(f"{layer}.scales"),
+            arrays.pop(f"{layer}.biases", None),
+            how.bits,
+            how.group_size,
+            how.mode,
+        )
+    return weights | arrays

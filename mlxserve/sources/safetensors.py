@@ -1,0 +1,119 @@
+"""Reading safetensors files: the header is checked against the file before MLX maps a tensor.
+
+The format (huggingface/safetensors, README): eight bytes with the header's length, a JSON object
+from names to dtype, shape and byte range, then the data, without gaps.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from mlxserve.sources.report import damaged, show, unsupported
+
+MAX_HEADER_BYTES = 100 << 20
+MAX_DIMS = 8
+
+# Name in the header -> bytes per element, for the dtypes that MLX loads as they are.
+DTYPES: dict[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor as its header describes it. dtype: the header's word, `F16`, `U32`, ..."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, Entry]:
+    """The tensors of a safetensors file, by name; reads only the header.
+
+    Raises ModelError for a file that can't be opened, is damaged or cut short, or holds a dtype
+    that MLX has no equal of.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise damaged(path, f"a header of {length} bytes can't be in {size} bytes")
+            text = f.read(length)
+    except OSError as e:
+        raise unsupported(path, f"{e.strerror}; check the path") from None
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as e:
+        raise damaged(path, f"the header is not proper JSON ({show(str(e))})") from None
+    if not isinstance(header, dict):
+        raise damaged(path, "the header is not a JSON object")
+    header.pop("__metadata__", None)
+    spans: list[tuple[int, int, str]] = []
+    entries: dict[str, Entry] = {}
+    for name, value in header.items():
+        entries[name], begin, end = _entry(path, name, value)
+        spans.append((begin, end, name))
+    position = 0
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            raise damaged(path, f"tensor {show(name)} starts at {begin} and not at {position}")
+        position = end
+    if position != size - 8 - length:
+        raise damaged(path, f"it has {size - 8 - length} bytes of data and should have {position}")
+    return entries
+
+
+def load(path: Path) -> dict[str, mx.array]:
+    """The tensors of a file that `read_header` passed, lazily: bytes are read at evaluation."""
+    try:
+        loaded = mx.load(str(path), format="safetensors")
+    except (RuntimeError, ValueError) as e:
+        raise damaged(path, f"MLX can't load it ({show(str(e))})") from None
+    if not isinstance(loaded, dict):
+        raise damaged(path, "it holds no named tensors")
+    return loaded
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name comes twice")
+    return found
+
+
+def _entry(path: Path, name: str, value: Any) -> tuple[Entry, int, int]:
+    """One header entry, and where its bytes begin and end in the data."""
+    match value:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if (
+            all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape))
+            and len(shape) <= MAX_DIMS
+        ):
+            pass
+        case _:
+            raise damaged(path, f"tensor {show(name)} is described as {show(value)}")
+    if dtype not in DTYPES:
+        raise unsupported(
+            path,
+            f"tensor {show(name)} has dtype {show(dtype)}; this version reads {', '.join(DTYPES)}, "
+            "convert the model to BF16",
+        )
+    if end - begin != math.prod(shape) * DTYPES[dtype]:
+        raise damaged(path, f"tensor {show(name)} has {end - begin} bytes for shape {show(shape)}")
+    return Entry(path, dtype, tuple(shape)), begin, end
