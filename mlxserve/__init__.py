@@ -12,7 +12,7 @@ Importing this costs little: MLX is loaded with the first model.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from mlxserve.errors import (
     CapacityError,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from os import PathLike
 
     from mlxserve.llm import LLM
-    from mlxserve.types import OnProgress, Prompt
+    from mlxserve.types import Batch, OnProgress, Prompt
 
 __version__ = "0.1.0"
 
@@ -55,23 +55,30 @@ def load(
 ) -> LLM:
     """Load a model and start its engine.
 
-    model: an alias such as "smollm2-135m" (fetched once, then kept), a directory of safetensors, or a
-    .gguf file. options: fields of `mlxserve.config.EngineConfig`, such as max_batch. on_progress is
-    called with (stage, done, total). Raises ModelError if it can't be found, read or run, and
-    CapacityError if memory is short.
+    model: an alias such as "smollm2-135m" (fetched once, then kept), a directory of safetensors,
+    or a .gguf file. options: fields of `mlxserve.config.EngineConfig`, such as max_batch.
+    on_progress is called with (stage, done, total). Raises ModelError if it can't be found, read
+    or run, and CapacityError if memory is short.
     """
     from mlxserve.llm import LLM
 
     return LLM(model, on_progress=on_progress, **options)
 
 
+@overload
 def generate(
-    llm: LLM | str | PathLike[str], prompt: Prompt | list[Prompt], **sampling: Any
+    llm: LLM | str | PathLike[str], prompt: Batch, **sampling: Any
+) -> list[Completion]: ...
+@overload
+def generate(llm: LLM | str | PathLike[str], prompt: Prompt, **sampling: Any) -> Completion: ...
+def generate(
+    llm: LLM | str | PathLike[str], prompt: Prompt | Batch, **sampling: Any
 ) -> Completion | list[Completion]:
     """Continue a prompt: text, chat messages, or token ids. A list of prompts runs as one batch.
 
-    sampling: fields of `SamplingParams`. Given a name instead of an LLM, the model is loaded for this
-    call alone; load it once for more. Raises RequestError for bad input, before any work starts.
+    sampling: fields of `SamplingParams`. Given a name instead of an LLM, the model is loaded for
+    this call alone; load it once for more. Raises RequestError for bad input, before any work
+    starts.
     """
     from mlxserve.llm import LLM
 
@@ -81,9 +88,7 @@ def generate(
         return model.generate(prompt, **sampling)
 
 
-def stream(
-    llm: LLM | str | PathLike[str], prompt: Prompt, **sampling: Any
-) -> Iterator[Piece]:
+def stream(llm: LLM | str | PathLike[str], prompt: Prompt, **sampling: Any) -> Iterator[Piece]:
     """Continue one prompt, piece by piece as text arrives; the last piece carries the Completion.
 
     Arguments and errors are those of `generate`. Closing the iterator ends the answer.

@@ -1,7 +1,8 @@
 """Settings as frozen dataclasses, and the only place that reads the environment.
 
 Environment:
-    MLXSERVE_HOME   where pulled models are kept (default: $XDG_CACHE_HOME/mlxserve, ~/.cache/mlxserve)
+    MLXSERVE_HOME   where pulled models are kept (default: $XDG_CACHE_HOME/mlxserve,
+    ~/.cache/mlxserve) MLXSERVE_DEBUG  1 prints the traceback of every error (default: off)
 """
 
 import os
@@ -19,6 +20,11 @@ def home() -> Path:
         return Path(explicit).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "mlxserve"
+
+
+def debug() -> bool:
+    """Whether an error is to be shown with its traceback."""
+    return os.environ.get("MLXSERVE_DEBUG", "") not in ("", "0")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,5 +21,5 @@ class InvariantError(MlxserveError):
     """A broken promise inside the engine: a bug. The engine stops rather than answer wrongly."""
 
 
-class EngineDead(MlxserveError):
+class EngineDead(MlxserveError):  # noqa: N818 (a state, not a mistake)
     """The engine has stopped; its message says why. Load the model again."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from mlxserve.sources.pull import resolve
 from mlxserve.text.stream import TextStream
 from mlxserve.text.tokenizer import Tokenizer
 from mlxserve.types import (
+    Batch,
     Completion,
     FinishReason,
     Logprob,
@@ -34,7 +35,6 @@ from mlxserve.types import (
     TokenOut,
     Usage,
 )
-
 
 T = TypeVar("T")
 
@@ -58,9 +58,7 @@ class LLM:
         checkpoint = open_checkpoint(path)
         self.path = path
         self.tokenizer = _tokenizer(checkpoint)
-        self._engine = Engine(
-            lambda: load_model(checkpoint.config, checkpoint.weights()), config
-        )
+        self._engine = Engine(lambda: load_model(checkpoint.config, checkpoint.weights()), config)
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._ids = itertools.count()
         if self.tokenizer.vocab_size > self._engine.info.vocab_size:
@@ -75,9 +73,11 @@ class LLM:
         """Tokens of prompt and answer together, at the most."""
         return self._engine.info.context_tokens
 
-    def generate(
-        self, prompt: Prompt | list[Prompt], **sampling: Any
-    ) -> Completion | list[Completion]:
+    @overload
+    def generate(self, prompt: Batch, **sampling: Any) -> list[Completion]: ...
+    @overload
+    def generate(self, prompt: Prompt, **sampling: Any) -> Completion: ...
+    def generate(self, prompt: Prompt | Batch, **sampling: Any) -> Completion | list[Completion]:
         """Continue a prompt (text, chat messages or token ids), or a list of them as one batch.
 
         Ctrl-C ends the answers, frees their pages, and is raised again. Raises RequestError for bad
@@ -85,7 +85,7 @@ class LLM:
         """
         params = _from_names(SamplingParams, "sampling parameter", sampling)
         batch = _as_batch(prompt)
-        answers = self._answers(batch if batch is not None else [prompt], params)  # type: ignore[list-item]
+        answers = self._answers([prompt] if batch is None else batch, params)
         for _ in self._run(answers):
             pass
         done = [answer.completion() for answer in answers]
@@ -154,7 +154,7 @@ class LLM:
                 raise RequestError(f"{token!r} among token ids; they must be whole numbers")
         return [int(token) for token in prompt]  # type: ignore[arg-type]
 
-    def _answers(self, prompts: list[Prompt], params: SamplingParams) -> list["_Answer"]:
+    def _answers(self, prompts: list[Any], params: SamplingParams) -> list["_Answer"]:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.tokenizer.eos_ids
@@ -214,7 +214,7 @@ class _Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason = "cancelled"
-    timings: Timings = Timings(None, None, None)
+    timings: Timings = field(default_factory=Timings)
     stopped: bool = False
 
     def feed(self, out: TokenOut) -> str:
@@ -260,7 +260,7 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _as_batch(prompt: Any) -> list[Prompt] | None:
-    """The prompts of a batch, or None for a single prompt. An empty list is an empty batch of ids."""
+    """The prompts of a batch, or None for a single prompt; an empty list is one without ids."""
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
         return list(prompt)
     return None

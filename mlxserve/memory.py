@@ -13,7 +13,10 @@ USABLE_FRACTION = 0.9
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """What a layer group asks for. page_bytes: one page over all its layers; window: None for all."""
+    """What a layer group asks for.
+
+    page_bytes: one page over all its layers; window_pages: pages per sequence, None for all.
+    """
 
     page_bytes: int
     window_pages: int | None
@@ -28,7 +31,7 @@ class CachePlan:
 
 
 def device_limit_bytes() -> int:
-    """What this process may use: Metal's recommended working set, or memory available on a CPU machine."""
+    """What this process may use: Metal's recommended working set, or a CPU's free memory."""
     import mlx.core as mx
 
     if mx.metal.is_available():
@@ -52,8 +55,9 @@ def plan_cache(
 ) -> CachePlan:
     """Divide free bytes among hot pages and the pools.
 
-    Hot and window pages are bounded by the batch, so they come first; full-attention layers share what is
-    left, at most a whole context for each row. Raises CapacityError if not even one page is left.
+    Hot and window pages are bounded by the batch, so they come first; full-attention layers share
+    what is left, at most a whole context for each row. Raises CapacityError if not even one page
+    is left.
     """
     chunk_pages = max_batched_tokens // page_tokens
     hot_pages = 2 * max_batch + chunk_pages
@@ -69,8 +73,9 @@ def plan_cache(
         affordable = int(USABLE_FRACTION * free_bytes - spent) // per_page
         if affordable < 1:
             raise CapacityError(
-                f"{free_bytes / 2**30:.1f} GiB are free, and {spent / 2**30:.1f} GiB are needed before the "
-                f"first page of context; close other programs or lower max_batch ({max_batch})"
+                f"{free_bytes / 2**30:.1f} GiB are free, and {spent / 2**30:.1f} GiB are needed "
+                "before the first page of context; close other programs or lower max_batch "
+                f"({max_batch})"
             )
         wanted = max_batch * -(-context_tokens // page_tokens)
         pools |= dict.fromkeys(full, min(affordable, wanted))

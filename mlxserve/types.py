@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "cancelled"]
 Messages = list[dict[str, Any]]
 Prompt = str | Messages | list[int]
+Batch = list[str] | list[Messages] | list[list[int]] | list[Prompt]
 OnProgress = Callable[[str, int, int | None], None]
 """Called with (stage, done, total); total is None while it is not known."""
 
@@ -33,8 +34,9 @@ class SamplingParams:
         arXiv:1904.09751); min_p keeps tokens at least min_p times as likely as the likeliest
         (Nguyen et al. 2024, arXiv:2407.01082).
     repetition_penalty: divides positive and multiplies negative logits of tokens already seen
-        (Keskar et al. 2019, arXiv:1909.05858); presence_penalty and frequency_penalty are subtracted
-        once, and once per occurrence, as OpenAI defines them. All count prompt and output.
+        (Keskar et al. 2019, arXiv:1909.05858); presence_penalty and frequency_penalty are
+        subtracted once, and once per occurrence, as OpenAI defines them. All count prompt and
+        output.
     logit_bias: token id -> value added to its logit.
     seed: the same seed gives the same tokens, alone or in any batch; None draws a fresh one.
     stop: strings that end the answer and are not part of it; stop_token_ids: ids that do.
@@ -153,11 +155,13 @@ class Request:
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise RequestError(
-                        f"{name} {token} is out of range; this model's ids are 0 to {vocab_size - 1}"
+                        f"{name} {token} is out of range; this model's ids are 0 to "
+                        f"{vocab_size - 1}"
                     )
         if self.params.top_k > vocab_size:
             raise RequestError(
-                f"top_k is {self.params.top_k}, over the vocabulary of {vocab_size}; use 0 to keep all"
+                f"top_k is {self.params.top_k}, over the vocabulary of {vocab_size}; "
+                "use 0 to keep all"
             )
 
 
@@ -174,13 +178,14 @@ class Logprob:
 class Timings:
     """Seconds on the engine's clock. Rates are None where there is nothing to divide.
 
-    ttft_s: from submission to the first token; prefill_tokens_per_s: prompt tokens over the time from
-    the first step to the first token; decode_tokens_per_s: later tokens over the time they took.
+    ttft_s: from submission to the first token; prefill_tokens_per_s: prompt tokens over the time
+    from the first step to the first token; decode_tokens_per_s: later tokens over the time they
+    took.
     """
 
-    ttft_s: float | None
-    prefill_tokens_per_s: float | None
-    decode_tokens_per_s: float | None
+    ttft_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +255,8 @@ class Sequence:
     pending: tokens sampled by the step in flight and not read yet (0 or 1).
     hot: ids of the hot pages, oldest first; hot[j] holds page number sealed + j.
     sealed: number of pages sealed so far.
-    tables: per layer group, ids of its pool pages, oldest first: sealed ones, then those reserved for
-        hot pages that are about to be complete.
+    tables: per layer group, ids of its pool pages, oldest first: sealed ones, then those reserved
+        for hot pages that are about to be complete.
     dropped: per layer group, how many sealed pages the window has left behind.
     counts: occurrences of each token, an array `[V]` on the device, for penalties only.
     """
@@ -290,7 +295,7 @@ class Sequence:
     def timings(self) -> Timings:
         """How long it took so far."""
         if self.first_token_s is None or self.started_s is None or self.last_token_s is None:
-            return Timings(None, None, None)
+            return Timings()
         prompt = len(self.request.prompt_ids)
         later = len(self.ids) - prompt - 1
         prefill_s = self.first_token_s - self.started_s
@@ -319,7 +324,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `start .. start + n` of one sequence, computed in one step; `samples`: and then one more drawn."""
+    """Tokens `start .. start + n` of a sequence; `samples`: and then the next one is drawn."""
 
     seq: Sequence
     start: int

@@ -63,9 +63,7 @@ class LayerView:
 
         q: `[T, Hq, D]`, k, v: `[T, Hk, D]`. Returns `[T, Hq, D]`.
         """
-        return self._view._attend(
-            self._index, q, k, v, scale=scale, sinks=sinks, softcap=softcap
-        )
+        return self._view._attend(self._index, q, k, v, scale=scale, sinks=sinks, softcap=softcap)
 
 
 def _hot_pages(chunk: Chunk) -> list[int]:
@@ -80,8 +78,6 @@ def _rows(plan: StepPlan, hot: list[mx.array], group: int) -> list[RowPages]:
         gone = seq.dropped[group]
         sealed = seq.tables[group][: seq.sealed - gone]
         table = mx.array(sealed, mx.int32) if sealed else None
-        rows.append(
-            RowPages(first, chunk.n, chunk.start, gone * PAGE_TOKENS, table, pages)
-        )
+        rows.append(RowPages(first, chunk.n, chunk.start, gone * PAGE_TOKENS, table, pages))
         first += chunk.n
     return rows

@@ -1,8 +1,8 @@
 """Which pages each sequence holds: integers and lists, no arrays.
 
 A sequence's newest tokens lie in its private hot pages, which a step writes. A page whose 64 tokens
-are all accepted is sealed: moved to the pool of each layer group, where it never changes. Window groups
-let go of sealed pages that no later query can see.
+are all accepted is sealed: moved to the pool of each layer group, where it never changes. Window
+groups let go of sealed pages that no later query can see.
 """
 
 from collections.abc import Iterable
@@ -50,8 +50,8 @@ class CacheManager:
     def reserve(self, seq: Sequence, n: int) -> bool:
         """Make room for n more tokens: all of it, or nothing and False.
 
-        Takes hot pages for the tokens, and a pool page per group for each page they complete, so that
-        sealing can't fail later.
+        Takes hot pages for the tokens, and a pool page per group for each page they complete, so
+        that sealing can't fail later.
         """
         if not seq.tables:
             seq.tables = [[] for _ in self.groups]
@@ -100,7 +100,7 @@ class CacheManager:
         return tuple(moves)
 
     def _drop_unseen(self, seq: Sequence) -> None:
-        """The next query is at `accepted`; it and later ones see only keys after accepted - window."""
+        """The next query is at `accepted`; from there on only later keys than this are seen."""
         for index, group in enumerate(self.groups):
             if group.spec.window is None:
                 continue
@@ -137,7 +137,8 @@ class CacheManager:
             name = seq.request.id
             if seq.sealed * PAGE_TOKENS > seq.accepted or seq.accepted > seq.computed:
                 raise InvariantError(
-                    f"{name}: sealed pages {seq.sealed}, accepted {seq.accepted}, computed {seq.computed}"
+                    f"{name}: {seq.sealed} sealed pages, {seq.accepted} accepted tokens, "
+                    f"{seq.computed} computed"
                 )
             if seq.computed > (seq.sealed + len(seq.hot)) * PAGE_TOKENS:
                 raise InvariantError(f"{name}: {seq.computed} tokens computed, too few pages")

@@ -1,4 +1,7 @@
-"""What a layer keeps per token, and for how long. Layers of equal spec form a group that shares page ids."""
+"""What a layer keeps per token, and for how long.
+
+Layers of equal spec form a group that shares page ids.
+"""
 
 from dataclasses import dataclass
 

@@ -36,9 +36,7 @@ class Storage:
         self.limits = [hot_pages, *pool_pages]
         self.capacity = [min(MIN_PAGES, limit) for limit in self.limits]
         self.dtype = dtype
-        layers = {
-            layer: index for index, group in enumerate(self.groups) for layer in group.layers
-        }
+        layers = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
         self.group_of = [layers[layer] for layer in range(len(layers))]
         self.reset()
 
@@ -60,7 +58,7 @@ class Storage:
         hot_v[index] = v
 
     def seal(self, moves: Sequence[Seal]) -> None:
-        """Copy hot pages to their pool pages, lazily. A slice write each: a third of a scatter's time."""
+        """Copy hot pages to their pool pages, lazily, each in a third of a scatter's time."""
         for layer, group in enumerate(self.group_of):
             for hot, pool in zip(self.hot[layer], self.pool[layer], strict=True):
                 for move in moves:

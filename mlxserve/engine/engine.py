@@ -1,4 +1,5 @@
-"""The engine thread: it owns the model and every array, and turns requests into tokens step by step.
+"""The engine thread: it owns the model and every array, and turns requests into tokens step by
+step.
 
     submit, abort -> inbox -> [ seal -> build N+1 -> read N -> submit N+1 ] -> each request's queue
 
@@ -47,8 +48,8 @@ class _Stop:
 class Engine:
     """Runs requests on a thread of its own until closed.
 
-    load_model runs on that thread, and what it raises is raised here. Methods may be called from any
-    thread.
+    load_model runs on that thread, and what it raises is raised here. Methods may be called from
+    any thread.
     """
 
     def __init__(self, load_model: Callable[[], Model], config: EngineConfig) -> None:
@@ -65,7 +66,9 @@ class Engine:
         self._thread.start()
         try:
             outcome = started.get()
-        except BaseException:  # Ctrl-C while loading: the thread must not stay behind with the model
+        except (
+            BaseException
+        ):  # Ctrl-C while loading: the thread must not stay behind with the model
             self._inbox.put(_Stop())
             raise
         if isinstance(outcome, BaseException):

@@ -1,7 +1,7 @@
 """Choosing tokens: `(logits [B, V], sequences) -> ids [B]`, each row by its own parameters.
 
-Rows are split by what they need (greedy, plain draw, filtered draw), never by what their batch mates
-need, so that a row's tokens do not depend on who else is in the batch.
+Rows are split by what they need (greedy, plain draw, filtered draw), never by what their batch
+mates need, so that a row's tokens do not depend on who else is in the batch.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from mlxserve.types import SamplingParams, Sequence
 def sample(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
     """Draw one token per row, lazily.
 
-    logits: float32 `[B, V]`; seqs: the sequence of each row, whose `outputs` counts this token already.
-    Returns int32 `[B]`. Updates `counts` of sequences with penalties.
+    logits: float32 `[B, V]`; seqs: the sequence of each row, whose `outputs` counts this token
+    already. Returns int32 `[B]`. Updates `counts` of sequences with penalties.
     """
     params = [seq.request.params for seq in seqs]
     logits = _biased(_penalised(logits, seqs), seqs)
@@ -42,7 +42,8 @@ def sample(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
 def logprobs(logits: mx.array, ids: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
     """Log-probabilities under the model: of the ids `[B]`, and the `top` likeliest, unsorted.
 
-    logits: float32 `[B, V]`, as the model gave them. Returns values `[B]`, top ids and values `[B, top]`.
+    logits: float32 `[B, V]`, as the model gave them. Returns values `[B]`, top ids and values `[B,
+    top]`.
     """
     normalised = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(normalised, ids[:, None], axis=-1)[:, 0]
@@ -102,7 +103,7 @@ def _plain(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
 
 
 def _filtered(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
-    """Temperature, then top-k, top-p and min-p on the sorted row; each keeps at least the likeliest."""
+    """Temperature, then top-k, top-p and min-p on the sorted row; the likeliest always stays."""
     params = [seq.request.params for seq in seqs]
     vocab = logits.shape[-1]
     scaled = logits / _column(p.temperature for p in params)

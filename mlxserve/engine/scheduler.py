@@ -1,8 +1,9 @@
 """Which tokens each step computes. Integers and lists only: no arrays, no clock, no threads.
 
-There is no prefill or decode phase. Every sequence has a count of tokens it wants computed and a count
-already computed, and a step moves the second towards the first, within a budget of tokens: first
-the rows that need one token, so that running answers never wait, then prompts in chunks, oldest first.
+There is no prefill or decode phase. Every sequence has a count of tokens it wants computed and a
+count already computed, and a step moves the second towards the first, within a budget of tokens:
+first the rows that need one token, so that running answers never wait, then prompts in chunks,
+oldest first.
 """
 
 from collections import deque
@@ -24,7 +25,7 @@ SCORE_CHUNK_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What a step found for one chunk: a sampled token, or the logits of a scored chunk, or neither."""
+    """What a step found for a chunk: a sampled token, the logits of a scored one, or neither."""
 
     token_id: int | None = None
     logprob: Logprob | None = None
@@ -117,7 +118,7 @@ class Scheduler:
         return seqs + tokens // PAGE_TOKENS
 
     def _may_admit(self) -> bool:
-        """Whether the next one waiting has room for all its tokens, lest it is preempted at once."""
+        """Whether the first in the queue has room for all its tokens, lest it start in vain."""
         if not self.waiting or len(self.running) >= self.config.max_batch:
             return False
         return not self.running or self.manager.has_room(self.waiting[0].total)
@@ -151,7 +152,7 @@ class Scheduler:
         return spent
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take a sequence's pages; it is computed again from its known tokens when there is room."""
+        """Take a sequence's pages; it starts again from its known tokens when there is room."""
         self.preemptions += 1
         self.running.remove(seq)
         self.manager.release(seq)

@@ -12,7 +12,8 @@ class RowPages:
 
     Its queries are tokens `first .. first + n` of the step, at positions `start .. start + n`.
     base: position of the first gathered key, a multiple of the page size.
-    sealed: int32 page ids in the pool, oldest first, or None; hot: int32 ids of the hot pages after them.
+    sealed: int32 page ids in the pool, oldest first, or None; hot: int32 ids of the hot pages
+    after them.
     """
 
     first: int
@@ -36,13 +37,14 @@ def paged_attention(
 ) -> mx.array:
     """Softmax attention (Vaswani et al. 2017) of ragged rows over paged keys and values.
 
-    q: `[T, Hq, D]`, rows end to end. hot: K and V, `[n_hot * P, Hk, D]` each, token-major; the new tokens
-    are already in them. pool: K and V, `[pages, Hk, P, D]` each, head-major. Returns `[T, Hq, D]`.
+    q: `[T, Hq, D]`, rows end to end. hot: K and V, `[n_hot * P, Hk, D]` each, token-major; the new
+    tokens are already in them. pool: K and V, `[pages, Hk, P, D]` each, head-major. Returns `[T,
+    Hq, D]`.
 
     The query at position p sees keys up to p, and with `window` only those after p - window.
-    sinks: `[Hq]`, a logit per head that takes part in the softmax and has no value (Xiao et al. 2023,
-    arXiv:2309.17453). softcap: c replaces a score s by c * tanh(s / c) (Gemma 2, arXiv:2408.00118).
-    Raises ValueError if the rows do not cover q, or Hq is not a multiple of Hk.
+    sinks: `[Hq]`, a logit per head that takes part in the softmax and has no value (Xiao et al.
+    2023, arXiv:2309.17453). softcap: c replaces a score s by c * tanh(s / c) (Gemma 2,
+    arXiv:2408.00118). Raises ValueError if the rows do not cover q, or Hq is not a multiple of Hk.
     """
     heads = hot[0].shape[1]
     if q.shape[1] % heads:
@@ -98,7 +100,10 @@ def _softcapped(
     mask: mx.array | str | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """The same with capped scores, for which MLX has no fused op. q: `[Hq, n, D]`, k, v: `[Hk, L, D]`."""
+    """The same with capped scores, for which MLX has no fused op.
+
+    q: `[Hq, n, D]`; k, v: `[Hk, L, D]`. Returns `[Hq, n, D]`.
+    """
     (hq, n, dim), (hk, length, _) = q.shape, k.shape
     grouped = q.reshape(hk, hq // hk, n, dim).astype(mx.float32) * scale
     scores = grouped @ k[:, None].astype(mx.float32).swapaxes(-1, -2)

@@ -1,7 +1,8 @@
 """Matmul against weights that stay quantised in memory.
 
-MLX's own layout (also what `mx.quantize` writes): along K, groups of `group_size` weights share a scale
-and, in affine mode, a bias, so `w = scale * q + bias`; q is packed into uint32 words, low bits first.
+MLX's own layout (also what `mx.quantize` writes): along K, groups of `group_size` weights share a
+scale and, in affine mode, a bias, so `w = scale * q + bias`; q is packed into uint32 words, low
+bits first.
 """
 
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ import mlx.core as mx
 class PackedWeight:
     """A quantised matrix `[N, K]`.
 
-    weight: uint32 `[N, K * bits / 32]`; scales: `[N, K / group_size]`; biases: like scales, None where
-    the mode has none (mxfp4, mxfp8, nvfp4).
+    weight: uint32 `[N, K * bits / 32]`; scales: `[N, K / group_size]`; biases: like scales, None
+    where the mode has none (mxfp4, mxfp8, nvfp4).
     """
 
     weight: mx.array
@@ -66,8 +67,9 @@ def dequantize(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
 def prepare(packed: PackedWeight) -> PackedWeight | mx.array:
     """The form of a quantised weight that this device computes with, chosen once at load.
 
-    Metal keeps it packed. MLX's CPU matmul over packed weights is a scalar reference (0.7 GB/s, against
-    8 GB/s over float32), so there the weight becomes a float32 array until a native kernel does better.
+    Metal keeps it packed. MLX's CPU matmul over packed weights is a scalar reference (0.7 GB/s,
+    against 8 GB/s over float32), so there the weight becomes a float32 array until a native kernel
+    does better.
     """
     if mx.metal.is_available():
         return packed

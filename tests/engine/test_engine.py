@@ -300,7 +300,7 @@ def test_a_dead_engine_says_so_to_everyone():
     for deliveries in got.values():
         assert isinstance(deliveries[-1].error, EngineDead)
         assert "page 3 was freed twice" in str(deliveries[-1].error)
-    with pytest.raises(EngineDead, match="page 3 was freed twice.*load the model again"):
+    with pytest.raises(EngineDead, match=r"page 3 was freed twice.*load the model again"):
         engine.submit([request([1])], queue.SimpleQueue())
     engine.close()
 

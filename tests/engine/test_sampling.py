@@ -1,4 +1,4 @@
-"""Sampling against NumPy: which tokens may be drawn, how often, and that batch mates don't matter."""
+"""Sampling against NumPy: which tokens may be drawn, how often, and alike in any batch."""
 
 import mlx.core as mx
 import numpy as np

@@ -71,9 +71,7 @@ def test_ragged_rows_equal_dense_attention(window, options, hq, hk, dim):
     if options in ("sinks", "both"):
         how["sinks"] = rng.normal(size=hq)
     as_mx = {k: mx.array(v.astype(np.float32)) if k == "sinks" else v for k, v in how.items()}
-    out = paged_attention(
-        mx.array(q.astype(np.float32)), hot, pool, made, window=window, **as_mx
-    )
+    out = paged_attention(mx.array(q.astype(np.float32)), hot, pool, made, window=window, **as_mx)
     expected = np.concatenate(
         [
             dense(q[row.first : row.first + row.n], k, v, row.start, window=window, **how)

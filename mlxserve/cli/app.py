@@ -1,0 +1,96 @@
+"""The program's commands, its options, and what its exit codes mean."""
+
+import signal
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from mlxserve import config
+from mlxserve.cli import doctor, generate, ls, pull
+from mlxserve.errors import MlxserveError
+
+
+class _Command(TyperCommand):
+    """A command whose --help lists its options under their panels' headings.
+
+    typer does that only with rich, which would double the time that --help takes.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                panel = getattr(parameter, "rich_help_panel", None) or "Options"
+                groups.setdefault(panel, []).append(record)
+        for title, records in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+app = typer.Typer(
+    name="mlxserve",
+    help="Run language models on your own Mac. Linux works too, on the CPU.",
+    epilog="Start here:  mlxserve generate --prompt 'Why is the sky blue?'",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(cls=_Command, epilog=generate.EPILOG)(generate.generate)
+app.command(cls=_Command)(pull.pull)
+app.command(cls=_Command)(ls.ls)
+app.command(cls=_Command)(doctor.doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"mlxserve {version('mlxserve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Options that come before the command."""
+
+
+def run() -> int:
+    """Run the command in sys.argv and return its exit code.
+
+    0: done. 1: `doctor` found a problem, or a bug of ours. 2: it can't be done, and one line on
+    stderr says why. 130: Ctrl-C. 143: SIGTERM.
+    """
+    # As an exception, so that the answer ends cleanly and the terminal gets its cursor back.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        app(prog_name="mlxserve")
+    except MlxserveError as error:
+        return _fail(str(error), 2)
+    except ImportError as error:
+        return _fail(f"{error}; `mlxserve doctor` finds out why", 2)
+    except OSError as error:
+        return _fail(str(error), 2)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        hint = "this is a bug in mlxserve; MLXSERVE_DEBUG=1 shows where"
+        return _fail(f"{message}\n{hint}", 1)
+    return 0
+
+
+def _fail(message: str, code: int) -> int:
+    if config.debug():
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,194 @@
+"""`mlxserve generate`: one prompt in, one answer out, as it is made."""
+
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from mlxserve.cli import options, terminal
+from mlxserve.config import DEFAULT_MODEL
+from mlxserve.errors import RequestError
+from mlxserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from mlxserve.llm import LLM, Completion
+
+EPILOG = """\b
+Examples:
+  mlxserve generate --prompt 'Why is the sky blue?'
+  mlxserve generate --prompt 'Name a cat' --temp 0.8 --top-p 0.95 --seed 7
+  cat notes.txt | mlxserve generate --system 'Sum up in a line.' --prompt -
+  mlxserve generate --raw --prompt 'Once upon a time' --stop . > story.txt
+"""
+
+_DEFAULTS = SamplingParams()
+# What a model must not send to a terminal: escape sequences move the cursor and set the clipboard.
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
+
+
+def generate(
+    prompt: options.Prompt,
+    model: options.Model = DEFAULT_MODEL,
+    system: options.System = None,
+    raw: options.Raw = False,
+    quiet: options.Quiet = False,
+    temperature: options.Temperature = _DEFAULTS.temperature,
+    top_k: options.TopK = _DEFAULTS.top_k,
+    top_p: options.TopP = _DEFAULTS.top_p,
+    min_p: options.MinP = _DEFAULTS.min_p,
+    seed: options.Seed = None,
+    repetition_penalty: options.RepetitionPenalty = _DEFAULTS.repetition_penalty,
+    presence_penalty: options.PresencePenalty = _DEFAULTS.presence_penalty,
+    frequency_penalty: options.FrequencyPenalty = _DEFAULTS.frequency_penalty,
+    logit_bias: options.LogitBias = None,
+    max_tokens: options.MaxTokens = _DEFAULTS.max_tokens or 0,
+    min_tokens: options.MinTokens = _DEFAULTS.min_tokens,
+    stop: options.Stop = None,
+    stop_token_ids: options.StopTokenIds = None,
+    ignore_eos: options.IgnoreEos = False,
+) -> None:
+    """Answer one prompt, word by word as the model makes it.
+
+    Where the model has a chat template, the prompt is one message to it. The answer goes to stdout,
+    and everything else to stderr.
+    """
+    terminal.end_on_broken_pipe()
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": _parse_logit_bias(logit_bias or []),
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "stop": tuple(terminal.check_text("--stop", text) for text in stop or ()),
+        "stop_token_ids": tuple(stop_token_ids or ()),
+        "ignore_eos": ignore_eos,
+    }
+    SamplingParams(**sampling)  # refuse a wrong value now, not after the model has loaded
+    if raw and system is not None:
+        raise RequestError("--system needs the chat template that --raw leaves out; drop one")
+    prompt = _read_prompt(prompt, raw=raw)
+    system = None if system is None else terminal.check_text("--system", system)
+    raise typer.Exit(
+        _run(terminal.check_text("--model", model), prompt, system, sampling, raw, quiet)
+    )
+
+
+def _parse_logit_bias(pairs: list[str]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        token, _, value = pair.partition("=")
+        try:
+            biases[int(token)] = float(value)
+        except ValueError:
+            raise RequestError(
+                f"--logit-bias is {pair!r}; write ID=VALUE, for example 42=-5.5"
+            ) from None
+    return biases
+
+
+def _read_prompt(prompt: str, *, raw: bool) -> str:
+    if prompt == "-":
+        if sys.stdin.isatty():
+            terminal.note("reading the prompt; end it with Ctrl-D on a line of its own")
+        data = sys.stdin.buffer.read()
+        try:
+            prompt = data.decode()
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                f"stdin isn't valid UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
+                "convert it first"
+            ) from None
+        # A message that came from `echo` should read like the same words after --prompt.
+        prompt = prompt if raw else prompt.removesuffix("\n")
+    if not prompt:
+        raise RequestError("the prompt is empty; give --prompt some text")
+    return terminal.check_text("--prompt", prompt)
+
+
+def _run(
+    model: str, prompt: str, system: str | None, sampling: dict[str, Any], raw: bool, quiet: bool
+) -> int:
+    """Load, answer, and return the exit code."""
+    import mlxserve
+
+    with terminal.Progress(quiet=quiet) as progress:
+        llm = mlxserve.load(model, on_progress=progress)
+    with llm:
+        if raw or llm.tokenizer.chat_template is None:
+            if system is not None:
+                raise RequestError(f"{model} has no chat template, so --system can't be used")
+            answer = _Answer(llm, prompt)
+        else:
+            roles = [("user", prompt)] if system is None else [("system", system), ("user", prompt)]
+            answer = _Answer(llm, [{"role": role, "content": text} for role, text in roles])
+        code = answer.stream(sampling)
+        if not quiet:
+            terminal.note(answer.statistics())
+    return code
+
+
+class _Answer:
+    """One answer on its way to stdout, and the numbers about it."""
+
+    def __init__(self, llm: "LLM", prompt: str | list[dict[str, str]]) -> None:
+        self._llm = llm
+        self._prompt = prompt
+        self._last = ""
+        self._completion: Completion | None = None
+        self._start_s = 0.0
+        self._piece_s: list[float] = []
+
+    def stream(self, sampling: dict[str, Any]) -> int:
+        """Write the answer as it comes; return the exit code: 0, or that of Ctrl-C or SIGTERM."""
+        import mlxserve
+
+        self._start_s = time.perf_counter()
+        try:
+            for piece in mlxserve.stream(self._llm, self._prompt, **sampling):
+                self._write(piece.text)
+                self._completion = piece.completion
+        except KeyboardInterrupt:
+            return 128 + signal.SIGINT
+        except SystemExit as stop:
+            return int(stop.code or 0)
+        finally:
+            if self._piece_s and not self._last.endswith("\n"):
+                self._write("\n")
+        return 0
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._last = text
+            self._piece_s.append(time.perf_counter())
+            sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+            sys.stdout.flush()
+
+    def statistics(self) -> str:
+        """One line of at most 80 columns: how much, how fast, and why it ended."""
+        done = self._completion
+        if done is None:
+            if not self._piece_s:
+                return "interrupted before the first token"
+            first, last, n = self._piece_s[0], self._piece_s[-1], len(self._piece_s)
+            rate = _at((n - 1) / (last - first) if last > first else None)
+            return f"interrupted: about {n} new{rate}, first after {first - self._start_s:.2f} s"
+        usage, speed = done.usage, done.timings
+        parts = [
+            f"{usage.prompt_tokens} prompt tokens{_at(speed.prefill_tokens_per_s)}",
+            f"{usage.completion_tokens} new{_at(speed.decode_tokens_per_s)}",
+        ]
+        if speed.ttft_s is not None:
+            parts.append(f"first after {speed.ttft_s:.2f} s")
+        return f"{', '.join(parts)} ({done.finish_reason})"
+
+
+def _at(tokens_per_s: float | None) -> str:
+    return "" if tokens_per_s is None else f" at {tokens_per_s:.1f}/s"

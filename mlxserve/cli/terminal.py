@@ -1,0 +1,114 @@
+"""What the commands share: answers go to stdout, everything else goes through here to stderr."""
+
+import signal
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mlxserve.errors import RequestError
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
+
+
+def note(message: str) -> None:
+    """Print a line for the person at the terminal."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def end_on_broken_pipe() -> None:
+    """Let `mlxserve ... | head` end this process quietly, as it ends any other Unix program.
+
+    Not for a command that writes to sockets: there, too, a peer that went away would end it.
+    """
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+
+
+def check_text(name: str, text: str) -> str:
+    """Return `text`, or raise RequestError if the command line's bytes weren't valid UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} isn't valid UTF-8 at character {error.start}; check the terminal's encoding"
+        ) from None
+    return text
+
+
+def count_bytes(n: int) -> str:
+    """A size for people: `87.5 MB`."""
+    size = float(n)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+_STAGES = {
+    "wait": "waiting for another pull",
+    "download": "downloading",
+    "check": "checking",
+    "unpack": "unpacking",
+}
+
+
+class Progress:
+    """A context manager to hand over as `on_progress`: one bar on stderr, gone at the end.
+
+    Where stderr is no terminal it prints each stage's name once; `quiet` prints nothing.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._bars: Any = None
+        self._task: TaskID | None = None
+        self._stage: str | None = None
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        """Show that `done` of `total` bytes (None: not known) of `stage` are behind us."""
+        if self._quiet:
+            return
+        if not sys.stderr.isatty():
+            if stage != self._stage:
+                note(f"{_STAGES.get(stage, stage)} ...")
+            self._stage = stage
+            return
+        if self._bars is None:
+            self._bars = _bars()
+            self._bars.start()
+        if stage != self._stage:
+            if self._task is not None:
+                self._bars.remove_task(self._task)
+            self._task = self._bars.add_task(_STAGES.get(stage, stage), total=total)
+        self._stage = stage
+        self._bars.update(self._task, completed=done, total=total)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+
+def _bars() -> Any:
+    # Imported late: it takes a tenth of a second, and a warm start shows no bar.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    return Bars(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TimeRemainingColumn(compact=True),
+        console=Console(stderr=True),
+        transient=True,
+    )

@@ -1,0 +1,273 @@
+"""Chat templates: messages in, the model's prompt as text out.
+
+A template is a program that comes with a model. It runs in Jinja's immutable sandbox, on plain
+copies of the data: it reaches no Python object but strings, numbers, lists and dicts, the sandbox
+limits `range` (100,000 steps), and the text it may produce is limited here. Loops inside loops and
+huge intermediate strings are not limited, so a hostile template can still waste time and memory:
+load models from people you trust.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from mlxserve.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    import jinja2
+
+MAX_RENDERED_CHARS = 16 * 1024 * 1024
+MAX_DEPTH = 100
+
+_PROBE = "one-plain-message"
+
+
+def check_messages(messages: object) -> list[dict[str, Any]]:
+    """Check a conversation and copy it into plain data. Keys whose value is None are left out.
+
+    A message is a mapping with a `role` and a `content`: a string, or a list of
+    `{"type": "text", "text": ...}` parts. A message with `tool_calls` needs no content. Other keys
+    pass through to the template. Raises RequestError naming what is wrong and where.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError(
+            f"messages is a {type(messages).__name__}; give a list of mappings with role, content"
+        )
+    if not messages:
+        raise RequestError("messages is empty; give at least one message")
+    return [_check_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _check_message(where: str, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            f"{where} is a {type(message).__name__}; it must be a mapping with role and content"
+        )
+    # Templates differ in what they do with None ("None" in the prompt, a crash); a missing key is
+    # what all of them test for.
+    plain = {key: value for key, value in _plain(message, where).items() if value is not None}
+    role = plain.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where} has role {role!r}; it must be a name such as 'user'")
+    match plain.get("content"):
+        case str():
+            pass
+        case list(parts):
+            for i, part in enumerate(parts):
+                _check_part(f"{where}.content[{i}]", part)
+        case None:
+            if not plain.get("tool_calls"):
+                raise RequestError(f"{where} has no content; give a string")
+        case content:
+            raise RequestError(
+                f"{where}.content is a {type(content).__name__}; "
+                "it must be a string or a list of text parts"
+            )
+    return plain
+
+
+def _check_part(where: str, part: object) -> None:
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    if not isinstance(part, dict) or kind != "text":
+        raise RequestError(
+            f"{where} is of type {kind!r}; only {{'type': 'text', 'text': ...}} can be read here"
+        )
+    if not isinstance(part.get("text"), str):
+        raise RequestError(f"{where}.text is {part.get('text')!r}; it must be a string")
+
+
+def check_mappings(name: str, values: object) -> list[dict[str, Any]] | None:
+    """Check `tools` or `documents` and copy them into plain data. Raises RequestError."""
+    if values is None:
+        return None
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise RequestError(f"{name} is a {type(values).__name__}; give a list of mappings")
+    for i, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise RequestError(f"{name}[{i}] is a {type(value).__name__}; it must be a mapping")
+    return _plain(values, name)
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy made of plain JSON types: what a template gets has no methods to abuse."""
+    if depth > MAX_DEPTH:
+        raise RequestError(f"{where} is nested over {MAX_DEPTH} levels deep; flatten it")
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    match value:
+        case str():
+            return str.__str__(value)
+        case Mapping():
+            if wrong := [key for key in value if not isinstance(key, str)]:
+                raise RequestError(f"{where} has the key {wrong[0]!r}; keys must be strings")
+            return {
+                str.__str__(key): _plain(item, f"{where}.{key}", depth + 1)
+                for key, item in value.items()
+            }
+        case list() | tuple():
+            return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    raise RequestError(
+        f"{where} is a {type(value).__name__}; only what JSON can hold may be in a chat"
+    )
+
+
+class ChatTemplate:
+    """One chat template, compiled when it is first used. Safe to share between threads.
+
+    source: the Jinja text. special_tokens: variables such as `bos_token` that it may use.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._source = source
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: object,
+        *,
+        tools: object = None,
+        documents: object = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt's text. `variables` go to the template as they are, over the special tokens.
+
+        Raises RequestError for data that isn't a conversation or that the template refuses or fails
+        on, and ModelError for a template that isn't valid.
+        """
+        checked = [self._fit_content(message) for message in check_messages(messages)]
+        given = {
+            "tools": check_mappings("tools", tools),
+            "documents": check_mappings("documents", documents),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        extra = {name: _plain(value, name) for name, value in (variables or {}).items()}
+        return self._run({**self._special_tokens, **extra, **given, "messages": checked})
+
+    def _fit_content(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Content in the form this template reads: many take only strings, a few only parts."""
+        content = message.get("content")
+        takes_text, takes_parts = self._content_forms
+        if isinstance(content, list) and not takes_parts:
+            return message | {"content": "\n".join(part["text"] for part in content)}
+        if isinstance(content, str) and not takes_text:
+            return message | {"content": [{"type": "text", "text": content}]}
+        return message
+
+    @functools.cached_property
+    def _content_forms(self) -> tuple[bool, bool]:
+        """Whether content may be a string, and a list of parts: found by trying one message."""
+        as_text = self._probe(_PROBE)
+        as_parts = self._probe([{"type": "text", "text": _PROBE}])
+        if as_text is not None and _PROBE in as_text:
+            return True, as_parts == as_text
+        takes_parts = as_parts is not None and _PROBE in as_parts
+        return not takes_parts, takes_parts
+
+    def _probe(self, content: object) -> str | None:
+        data = {"tools": None, "documents": None, "add_generation_prompt": False}
+        messages = [{"role": "user", "content": content}]
+        try:
+            return self._run({**self._special_tokens, **data, "messages": messages})
+        except RequestError:
+            return None
+
+    def _run(self, variables: Mapping[str, object]) -> str:
+        from jinja2 import exceptions
+
+        pieces, size = [], 0
+        try:
+            for piece in self._compiled.generate(variables):
+                size += len(piece)
+                if size > MAX_RENDERED_CHARS:
+                    raise RequestError(
+                        f"the chat is over {MAX_RENDERED_CHARS} characters long; shorten it"
+                    )
+                pieces.append(piece)
+        except (RequestError, ModelError):
+            raise
+        except exceptions.SecurityError as error:
+            raise ModelError(
+                f"the chat template does what its sandbox forbids: {_one_line(error)}; "
+                "use another template"
+            ) from error
+        except exceptions.TemplateError as error:
+            # raise_exception raises the base class itself, with words meant for the user.
+            verb = "refuses" if type(error) is exceptions.TemplateError else "fails on"
+            raise RequestError(
+                f"the chat template {verb} these messages: {_one_line(error)}"
+            ) from error
+        except Exception as error:  # a template is a program: it may raise anything
+            raise RequestError(
+                f"the chat template fails on these messages: {type(error).__name__}: "
+                f"{_one_line(error)}"
+            ) from error
+        return "".join(pieces)
+
+    @functools.cached_property
+    def _compiled(self) -> "jinja2.Template":
+        import jinja2
+
+        try:
+            return _environment().from_string(self._source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ModelError(
+                f"the chat template has an error on line {error.lineno}: {_one_line(error)}; "
+                "mend it or use another template"
+            ) from error
+        except RecursionError as error:
+            raise ModelError("the chat template is nested too deeply; use another one") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+@functools.cache
+def _environment() -> "jinja2.Environment":
+    """What templates written for Hugging Face's transformers rely on, as its documentation says."""
+    # Imported here since it costs more time than the rest of the package together.
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the assistant said, for training; here it only groups."""
+
+        tags = {"generation"}  # noqa: RUF012 (Jinja's own protocol)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: object) -> NoReturn:
+        raise TemplateError(str(message))
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as transformers writes it: Jinja's own filter would escape HTML characters."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

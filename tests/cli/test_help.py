@@ -1,0 +1,69 @@
+"""What the program says about itself, and that saying it needs no MLX."""
+
+from dataclasses import fields
+from importlib.metadata import version
+
+import pytest
+
+from mlxserve.types import SamplingParams
+
+HEAVY = ("mlx", "numpy", "jinja2", "tokenizers", "torch", "transformers", "rich")
+
+
+def test_help_lists_the_commands(cli):
+    done = cli("--help")
+    assert done.code == 0
+    assert done.stderr == ""
+    for command in ("generate", "pull", "ls", "doctor"):
+        assert f"\n  {command} " in done.stdout
+    assert "mlxserve generate --prompt" in done.stdout
+
+
+def test_no_command_shows_the_help(here):
+    done = here()
+    assert done.code == 2
+    assert "Commands:" in done.stdout + done.stderr
+
+
+def test_version(cli):
+    assert cli("--version") == (0, f"mlxserve {version('mlxserve')}\n", "")
+
+
+def test_unknown_command_suggests_one(here):
+    done = here("genrate")
+    assert done.code == 2
+    assert done.stdout == ""
+    assert "'genrate'" in done.stderr
+    assert "generate" in done.stderr
+
+
+def test_generate_help_teaches(here):
+    done = here("generate", "--help")
+    assert done.code == 0
+    names = {field.name for field in fields(SamplingParams)} - {"logprobs", "top_logprobs"}
+    for name in names | {"model", "prompt", "system", "raw", "quiet"}:
+        assert (
+            f"--{name.removesuffix('s') if name == 'stop_token_ids' else name}".replace("_", "-")
+            in done.stdout
+        )
+    assert "[default: smollm2-135m]" in done.stdout
+    assert "How the next token is chosen:" in done.stdout
+    assert "When to stop:" in done.stdout
+    assert "Examples:" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("args", [["--help"], ["generate", "--help"]])
+def test_help_imports_nothing_heavy(cli, args):
+    done = cli.python(f"""
+import sys
+sys.argv = ["mlxserve", *{args!r}]
+from mlxserve.cli import main
+try:
+    main()
+finally:
+    loaded = sorted(name for name in {HEAVY!r} if name in sys.modules)
+    print(loaded, file=sys.stderr)
+""")
+    assert done.code == 0
+    assert done.stderr.strip() == "[]"

@@ -1,0 +1,58 @@
+"""The wheel: it holds the whole package and nothing else, and its program starts."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy, which keeps the checkout clean, and with the setuptools that is here."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(
+        ROOT / "mlxserve", source / "mlxserve", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", str(source), "--wheel-dir", str(out)]
+    command += ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return next(out.glob("*.whl"))
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
+    here = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "mlxserve").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert names == here
+
+
+def test_wheel_runs_without_the_checkout(wheel, tmp_path):
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path)
+    code = "import mlxserve; from mlxserve.cli import main; print(mlxserve.__file__); main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    where, version = done.stdout.splitlines()
+    assert Path(where) == tmp_path / "mlxserve" / "__init__.py"
+    assert version.startswith("mlxserve ")
+    assert wheel.name.split("-")[1] == version.split()[1]
