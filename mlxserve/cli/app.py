@@ -1,5 +1,6 @@
 """The program's commands, its options, and what its exit codes mean."""
 
+import io
 import signal
 import sys
 import traceback
@@ -74,6 +75,8 @@ def run() -> int:
     """
     # As an exception, so that the answer ends cleanly and the terminal gets its cursor back.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that has no such letter is no error
     try:
         app(prog_name="mlxserve")
     except MlxserveError as error:

@@ -73,6 +73,13 @@ def test_prompt_from_stdin(tiny, expected):
     assert tiny("--prompt", "-", "--quiet", stdin=text.encode()).stdout == expected([user(text)])
 
 
+def test_terminal_that_has_not_every_letter(tiny, expected):
+    answer = expected([user(QUESTION)])
+    assert not answer.isascii()
+    done = tiny("--prompt", QUESTION, "--quiet", PYTHONIOENCODING="ascii")
+    assert done == (0, answer.encode("ascii", "replace").decode(), "")
+
+
 def test_stdin_loses_the_newline_of_echo_except_in_raw(tiny, expected):
     stdin = f"{QUESTION}\n".encode()
     assert tiny("--prompt", "-", stdin=stdin).stdout == expected([user(QUESTION)])
