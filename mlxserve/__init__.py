@@ -22,7 +22,7 @@ from mlxserve.errors import (
     ModelError,
     RequestError,
 )
-from mlxserve.types import Completion, Piece, SamplingParams
+from mlxserve.types import Completion, Piece, SamplingParams, from_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -84,6 +84,7 @@ def generate(
 
     if isinstance(llm, LLM):
         return llm.generate(prompt, **sampling)
+    from_names(SamplingParams, "sampling parameter", sampling)  # wrong ones before the model loads
     with load(llm) as model:
         return model.generate(prompt, **sampling)
 
@@ -97,6 +98,7 @@ def stream(llm: LLM | str | PathLike[str], prompt: Prompt, **sampling: Any) -> I
 
     if isinstance(llm, LLM):
         return llm.stream(prompt, **sampling)
+    from_names(SamplingParams, "sampling parameter", sampling)
     return _stream_once(llm, prompt, sampling)
 
 

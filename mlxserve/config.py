@@ -32,19 +32,23 @@ class EngineConfig:
     """How one engine schedules and how much memory it may take.
 
     max_batch: rows (requests) computed together in one step.
-    max_batched_tokens: tokens computed in one step, over all rows; prompts are cut to it.
+    max_batched_tokens: tokens computed in one step, over all rows; prompts are cut to it. None asks
+        the device: a step should not last much longer than a person waits after Ctrl-C.
     memory_limit_bytes: for weights, cache and activations together; None asks the device.
     """
 
     max_batch: int = 32
-    max_batched_tokens: int = 512
+    max_batched_tokens: int | None = None
     memory_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_batched_tokens"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_batched_tokens < self.max_batch:
+        for name in ("max_batch", "max_batched_tokens", "memory_limit_bytes"):
+            value = getattr(self, name)
+            if value is None and name != "max_batch":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise RequestError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        if self.max_batched_tokens is not None and self.max_batched_tokens < self.max_batch:
             raise RequestError(
                 f"max_batched_tokens ({self.max_batched_tokens}) is smaller than max_batch "
                 f"({self.max_batch}); every running request needs one token per step"

@@ -1,14 +1,14 @@
 """The offline API over the engine: `generate`, `stream`, `score`."""
 
-import difflib
 import itertools
 import queue
+import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, overload
 
 import numpy as np
 
@@ -34,9 +34,8 @@ from mlxserve.types import (
     Timings,
     TokenOut,
     Usage,
+    from_names,
 )
-
-T = TypeVar("T")
 
 
 class LLM:
@@ -53,12 +52,19 @@ class LLM:
         on_progress: OnProgress | None = None,
         **options: Any,
     ) -> None:
-        config = _from_names(EngineConfig, "engine option", options)
+        config = from_names(EngineConfig, "engine option", options)
         path = resolve(model if isinstance(model, str) else Path(model), on_progress)
         checkpoint = open_checkpoint(path)
         self.path = path
         self.tokenizer = _tokenizer(checkpoint)
-        self._engine = Engine(lambda: load_model(checkpoint.config, checkpoint.weights()), config)
+        if on_progress is not None:
+            on_progress("load", 0, None)
+        cancelled = threading.Event()
+        self._engine = Engine(
+            lambda: load_model(checkpoint.config, checkpoint.weights(), cancelled=cancelled.is_set),
+            config,
+            cancelled=cancelled,
+        )
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._ids = itertools.count()
         if self.tokenizer.vocab_size > self._engine.info.vocab_size:
@@ -83,7 +89,7 @@ class LLM:
         Ctrl-C ends the answers, frees their pages, and is raised again. Raises RequestError for bad
         input, before any work starts.
         """
-        params = _from_names(SamplingParams, "sampling parameter", sampling)
+        params = from_names(SamplingParams, "sampling parameter", sampling)
         batch = _as_batch(prompt)
         answers = self._answers([prompt] if batch is None else batch, params)
         for _ in self._run(answers):
@@ -93,7 +99,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, **sampling: Any) -> Iterator[Piece]:
         """Continue one prompt, piece by piece; closing the iterator ends the answer."""
-        params = _from_names(SamplingParams, "sampling parameter", sampling)
+        params = from_names(SamplingParams, "sampling parameter", sampling)
         if _as_batch(prompt) is not None:
             raise RequestError("stream takes one prompt; use generate for a list of prompts")
         answers = self._answers([prompt], params)
@@ -107,10 +113,11 @@ class LLM:
             id=self._next_id(), prompt_ids=tuple(ids), params=SamplingParams(), score=True
         )
         out: TokenQueue = queue.SimpleQueue()
-        self._engine.submit([request], out)
+        self._engine.check([request])
         logits = np.empty((len(ids), self._engine.info.vocab_size), np.float32)
         filled = 0
         try:
+            self._engine.submit([request], out)
             while True:
                 got = out.get()
                 if got.error is not None:
@@ -129,7 +136,8 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and give its memory back. Running answers end with EngineDead."""
-        self._finalizer()
+        self._finalizer.detach()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -183,8 +191,8 @@ class LLM:
         """Submit, then take tokens in as they come, until every answer is over."""
         out: TokenQueue = queue.SimpleQueue()
         open_answers = {answer.request.id: answer for answer in answers}
-        self._engine.submit([answer.request for answer in answers], out)
         try:
+            self._engine.submit([answer.request for answer in answers], out)
             while open_answers:
                 got = out.get()
                 if got.error is not None:
@@ -264,13 +272,3 @@ def _as_batch(prompt: Any) -> list[Prompt] | None:
     if isinstance(prompt, list | tuple) and prompt and isinstance(prompt[0], str | list | tuple):
         return list(prompt)
     return None
-
-
-def _from_names(cls: type[T], what: str, values: dict[str, Any]) -> T:
-    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-            raise RequestError(f"unknown {what} {name!r}; {hint}")
-    return cls(**values)

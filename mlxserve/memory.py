@@ -40,7 +40,11 @@ def device_limit_bytes() -> int:
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             limits.append(int(line.split()[1]) * 1024)
-    limits += [int(line) for line in _lines("/sys/fs/cgroup/memory.max") if line.isdigit()]
+    cgroup = Path("/sys/fs/cgroup")
+    for limit in _lines(cgroup / "memory.max"):
+        if limit.isdigit():  # and not "max"
+            used = sum(map(int, _lines(cgroup / "memory.current")))
+            limits.append(max(int(limit) - used, 0))
     return min(limits)
 
 
@@ -87,7 +91,7 @@ def plan_cache(
     return CachePlan(hot_pages, tuple(pools[index] for index in range(len(groups))))
 
 
-def _lines(path: str) -> list[str]:
+def _lines(path: str | Path) -> list[str]:
     try:
         return Path(path).read_text().splitlines()
     except OSError:

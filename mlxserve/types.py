@@ -1,16 +1,18 @@
 """What crosses between the parts: requests in, tokens out, and the plan of a step. No arrays."""
 
-import math
+import difflib
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mlxserve.errors import RequestError
 
 if TYPE_CHECKING:
     import numpy as np
 
+T = TypeVar("T")
 FinishReason = Literal["stop", "length", "cancelled"]
 Messages = list[dict[str, Any]]
 Prompt = str | Messages | list[int]
@@ -65,42 +67,51 @@ class SamplingParams:
     top_logprobs: int = 0
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
-        if self.top_logprobs:
-            object.__setattr__(self, "logprobs", True)
-
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _number("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        for name, (low, high) in _NUMBERS.items():
+            self._set(name, _number(name, getattr(self, name), low, high))
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            if not (value is None and name in ("max_tokens", "seed")):
+                self._set(name, _integer(name, value, low, high))
+        for name in ("ignore_eos", "logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.top_p == 0.0:
             raise RequestError("top_p is 0, which keeps no token; use temperature=0 for greedy")
-        _integer("top_k", self.top_k, 0)
-        _integer("min_tokens", self.min_tokens, 0)
-        _integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS)
-        if self.seed is not None:
-            _integer("seed", self.seed, 0, 2**64 - 1)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})"
-                )
-        for token, bias in self.logit_bias.items():
-            _integer("a logit_bias token id", token, 0)
-            _number(f"logit_bias[{token}]", bias, -1e9, 1e9)
-        for token in self.stop_token_ids:
-            _integer("a stop token id", token, 0)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"{len(self.stop)} stop strings; at most {MAX_STOP_STRINGS} work")
-        for text in self.stop:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})"
+            )
+        if self.top_logprobs:
+            self._set("logprobs", True)
+        self._set_stops()
+        self._set_logit_bias()
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # frozen once it is made
+
+    def _set_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
+        if len(stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"{len(stop)} stop strings; at most {MAX_STOP_STRINGS} work")
+        for text in stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop string {text!r} must be a non-empty string")
+        self._set("stop", stop)
+        ids = _tuple("stop_token_ids", self.stop_token_ids)
+        self._set("stop_token_ids", tuple(_integer("a stop token id", token, 0) for token in ids))
+
+    def _set_logit_bias(self) -> None:
+        biases = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(biases, Mapping):
+            raise RequestError(f"logit_bias is {biases!r}; it must map token ids to numbers")
+        checked = {
+            _integer("a logit_bias token id", token, 0): _number(
+                f"logit_bias[{token}]", bias, -1e9, 1e9
+            )
+            for token, bias in biases.items()
+        }
+        self._set("logit_bias", checked)
 
     @property
     def needs_history(self) -> bool:
@@ -108,19 +119,58 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
 
-def _number(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+_NUMBERS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-100.0, 100.0),
+    "frequency_penalty": (-100.0, 100.0),
+}
+_INTEGERS: dict[str, tuple[int, int | None]] = {
+    "max_tokens": (1, None),
+    "min_tokens": (0, None),
+    "top_k": (0, None),
+    "seed": (0, 2**64 - 1),
+    "top_logprobs": (0, MAX_TOP_LOGPROBS),
+}
+
+
+def _number(name: str, value: Any, low: float, high: float) -> float:
+    """A number of Python's or NumPy's, as a float."""
+    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
         raise RequestError(f"{name} is {value!r}; it must be a finite number")
     if not low <= value <= high:
         raise RequestError(f"{name} is {value}; it must be between {low:g} and {high:g}")
+    return float(value)
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} is {value!r}; it must be a whole number")
     if value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
         raise RequestError(f"{name} is {value}; it must be {bounds}")
+    return int(value)
+
+
+def _tuple(name: str, value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise RequestError(f"{name} is {value!r}; it must be a list")
+    return tuple(value)
+
+
+def from_names(cls: type[T], what: str, values: dict[str, Any]) -> T:
+    """A dataclass from keyword arguments; an unknown name is a RequestError that guesses at it."""
+    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+    for name in values:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+            raise RequestError(f"unknown {what} {name!r}; {hint}")
+    return cls(**values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,6 +308,7 @@ class Sequence:
     tables: per layer group, ids of its pool pages, oldest first: sealed ones, then those reserved
         for hot pages that are about to be complete.
     dropped: per layer group, how many sealed pages the window has left behind.
+    scored: positions whose logits were delivered; a scored request that starts over skips them.
     counts: occurrences of each token, an array `[V]` on the device, for penalties only.
     """
 
@@ -271,6 +322,7 @@ class Sequence:
     sealed: int = 0
     tables: list[list[int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
+    scored: int = 0
     counts: Any = None
     finished: bool = False
     submitted_s: float = 0.0

@@ -1,11 +1,13 @@
 """The Python API as a notebook uses it, on a tiny random model with a byte tokenizer."""
 
+import gc
 import queue
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import pytest
 import mlxserve
 from mlxserve import ModelError, RequestError
 from mlxserve.errors import EngineDead
+from mlxserve.types import Request, SamplingParams
 from tests.support.model_dir import END_ID, write_model_dir
 from tests.support.tiny import reference_logits, tiny_llama
 
@@ -246,3 +249,72 @@ def test_ctrl_c_ends_the_answer_and_the_model_stays_usable(tiny_model_dir):
     rest = child.communicate(timeout=60)[0].split()
     assert rest[-3:] == ["interrupted", "3", "0"]
     assert child.returncode == 0
+
+
+def test_a_forked_process_is_told_to_load_its_own(tiny_model_dir):
+    script = textwrap.dedent(
+        """
+        import multiprocessing, sys, mlxserve
+        llm = mlxserve.load(sys.argv[1])
+
+        def work():
+            try:
+                mlxserve.generate(llm, "a", max_tokens=1)
+            except mlxserve.EngineDead as error:
+                print(error, flush=True)
+
+        child = multiprocessing.get_context("fork").Process(target=work)
+        child.start()
+        child.join(60)
+        print(mlxserve.generate(llm, "a", max_tokens=1).finish_reason)
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tiny_model_dir)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "was forked after the model was loaded" in done.stdout
+    assert done.stdout.endswith("length\n")
+    assert done.returncode == 0
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("delay_s", [0.6, 1.0, 1.6])
+def test_ctrl_c_while_loading_ends_without_an_abort(smollm2_gguf, delay_s):
+    """Whenever it comes: also during the imports, or after the answer began."""
+    script = "import sys, mlxserve; mlxserve.generate(sys.argv[1], 'a', max_tokens=50)"
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(smollm2_gguf)], stderr=subprocess.PIPE, text=True
+    )
+    time.sleep(delay_s)
+    child.send_signal(signal.SIGINT)
+    stderr = child.communicate(timeout=120)[1]
+    assert "KeyboardInterrupt" in stderr
+    assert "terminate called" not in stderr
+    assert child.returncode == -signal.SIGINT
+
+
+def test_a_model_dropped_on_its_own_thread_just_ends(tiny_model_dir):
+    """The garbage collector runs wherever memory is asked for, so also on the engine thread."""
+    llm = mlxserve.load(tiny_model_dir)
+    engine = llm._engine
+    collected = threading.Event()
+
+    class Collects:
+        def put(self, delivery):
+            dropped.wait(30)
+            gc.collect()
+            collected.set()
+
+    dropped = threading.Event()
+    cycle = [llm]
+    cycle.append(cycle)
+    request = Request(id="x", prompt_ids=(1,), params=SamplingParams(max_tokens=1))
+    engine.submit([request], Collects())
+    del llm, cycle
+    dropped.set()
+    assert collected.wait(30)
+    engine._thread.join(30)
+    assert not engine._thread.is_alive()

@@ -2,8 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 
+from mlxserve.config import EngineConfig
 from mlxserve.errors import RequestError
 from mlxserve.types import Request, SamplingParams
 
@@ -34,6 +36,13 @@ from mlxserve.types import Request, SamplingParams
         ({"stop": [5]}, "stop string 5"),
         ({"stop": ["x"] * 17}, "17 stop strings; at most 16"),
         ({"stop_token_ids": [-1]}, "a stop token id is -1"),
+        ({"stop_token_ids": 7}, "stop_token_ids is 7; it must be a list"),
+        ({"stop": 5}, "stop is 5; it must be a list"),
+        ({"logit_bias": [1]}, r"logit_bias is \[1\]; it must map"),
+        ({"logit_bias": "ab"}, "logit_bias is 'ab'"),
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"logprobs": "no"}, "logprobs is 'no'; it must be True or False"),
+        ({"ignore_eos": 1}, "ignore_eos is 1"),
         ({"top_logprobs": 21}, "top_logprobs is 21; it must be between 0 and 20"),
     ],
 )
@@ -47,6 +56,28 @@ def test_a_single_stop_string_and_none_are_taken_as_meant():
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop=None, stop_token_ids=None, logit_bias=None).stop == ()
     assert SamplingParams(top_logprobs=2).logprobs is True
+
+
+def test_numpy_numbers_are_numbers():
+    params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3))
+    assert (params.temperature, params.max_tokens) == (0.5, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 0}, "max_batch is 0"),
+        ({"max_batch": "8"}, "max_batch is '8'"),
+        ({"max_batch": None}, "max_batch is None"),
+        ({"max_batched_tokens": 2.5}, "max_batched_tokens is 2.5"),
+        ({"max_batched_tokens": 8}, r"max_batched_tokens \(8\) is smaller than max_batch \(32\)"),
+        ({"memory_limit_bytes": 0}, "memory_limit_bytes is 0"),
+        ({"memory_limit_bytes": "1GB"}, "memory_limit_bytes is '1GB'"),
+    ],
+)
+def test_bad_engine_options_are_named(options, message):
+    with pytest.raises(RequestError, match=message):
+        EngineConfig(**options)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import logging
 import queue
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from mlxserve.cache.storage import Storage, page_bytes
 from mlxserve.config import EngineConfig
 from mlxserve.engine.runner import InFlight, Runner
 from mlxserve.engine.scheduler import Scheduler
-from mlxserve.errors import InvariantError, ModelError
+from mlxserve.errors import InvariantError, ModelError, RequestError
 from mlxserve.memory import GroupShape, device_limit_bytes, plan_cache
 from mlxserve.models.base import Model
 from mlxserve.types import Request, TokenOut
@@ -64,6 +65,7 @@ class Core:
     def __init__(
         self, model: Model, config: EngineConfig, *, pool_pages: int | None = None
     ) -> None:
+        tokens = config.max_batched_tokens or max(default_step_tokens(), config.max_batch)
         groups = group_layers(model.layer_specs())
         plan = plan_cache(
             [
@@ -72,7 +74,7 @@ class Core:
             ],
             free_bytes=_free_bytes(config),
             max_batch=config.max_batch,
-            max_batched_tokens=config.max_batched_tokens,
+            max_batched_tokens=tokens,
             context_tokens=model.context_tokens,
             page_tokens=PAGE_TOKENS,
         )
@@ -80,7 +82,7 @@ class Core:
         pages: Any = {"hot_pages": plan.hot_pages, "pool_pages": pools}
         self.storage = Storage(groups, model.dtype, **pages)
         self.manager = CacheManager(groups, **pages)
-        self.scheduler = Scheduler(config, self.manager)
+        self.scheduler = Scheduler(self.manager, config.max_batch, tokens)
         self.runner = Runner(model, self.storage)
         self.in_flight: InFlight | None = None
         self.open: dict[str, tuple[Seq, TokenQueue]] = {}
@@ -95,6 +97,10 @@ class Core:
     def admit(self, requests: Sequence[Request], out: TokenQueue, at_s: float) -> None:
         """Take requests in; `at_s` is when they were submitted."""
         for request in requests:
+            if request.id in self.open:
+                error = RequestError(f"request id {request.id!r} is in use; choose another")
+                out.put(TokenOut(request_id=request.id, error=error))
+                continue
             seq = Seq.start(request, self.info.context_tokens, at_s)
             self.open[request.id] = (seq, out)
             self.scheduler.add(seq)
@@ -116,7 +122,7 @@ class Core:
         except InvariantError:
             raise
         except Exception as error:
-            if not self.scheduler.running:
+            if not self.scheduler.running and self.in_flight is None:
                 raise
             logger.exception("a step failed; the requests in it end")
             self._fail_running(error)
@@ -125,16 +131,16 @@ class Core:
         """Build the next step, read the last, start the next."""
         self._grow()
         plan = self.scheduler.schedule()
-        if plan is None and self.in_flight is None:
+        if plan is None and self.in_flight is None and self.scheduler.busy:
             raise InvariantError("requests are waiting and none can be scheduled")
         following = self.runner.build(plan, self.in_flight) if plan else None
         self._finish()
+        self.in_flight = following
         if following is not None:
             now = time.perf_counter()
             for chunk in following.plan.chunks:
                 chunk.seq.started_s = chunk.seq.started_s or now
             following.submit()
-        self.in_flight = following
 
     def check_integrity(self) -> None:
         """Raise InvariantError if pages or counts do not add up."""
@@ -175,12 +181,15 @@ class Core:
     def _fail_running(self, error: Exception) -> None:
         """The arrays may hold a half-built step: start again from an empty cache."""
         self.in_flight = None
+        traceback.clear_frames(error.__traceback__)  # they hold the arrays
+        self.scheduler.forget_pending()
         for seq in list(self.scheduler.running):
             self.scheduler.abort(seq)
             reason = ModelError(f"the step failed: {type(error).__name__}: {error}")
             reason.__cause__ = error
             self._deliver(TokenOut(request_id=seq.request.id, error=reason))
         self.storage.reset()
+        self._count(0)
 
     def _count(self, tokens: int) -> None:
         self.stats = EngineStats(
@@ -195,6 +204,14 @@ class Core:
             cache_bytes=self.storage.nbytes,
             peak_memory_bytes=mx.get_peak_memory(),
         )
+
+
+def default_step_tokens() -> int:
+    """Tokens in a step: enough to fill the device, and no more than it does in a few seconds.
+
+    MLX's own matmul on CPU computes about ten tokens of a 135M model per second.
+    """
+    return 512 if mx.metal.is_available() else 64
 
 
 def _free_bytes(config: EngineConfig) -> int:

@@ -8,11 +8,14 @@ only after N has been read: then no unfinished step holds the cache's arrays, an
 in place.
 """
 
+import atexit
 import gc
 import logging
+import os
 import queue
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -48,30 +51,40 @@ class _Stop:
 class Engine:
     """Runs requests on a thread of its own until closed.
 
-    load_model runs on that thread, and what it raises is raised here. Methods may be called from
-    any thread.
+    load_model runs on that thread, and what it raises is raised here. cancelled is set once the
+    caller no longer wants the model, for load_model to look at. Methods may be called from any
+    thread.
     """
 
-    def __init__(self, load_model: Callable[[], Model], config: EngineConfig) -> None:
+    def __init__(
+        self,
+        load_model: Callable[[], Model],
+        config: EngineConfig,
+        *,
+        cancelled: threading.Event | None = None,
+    ) -> None:
         self.config = config
         self.stats = EngineStats()
         self._inbox: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._closed = False
         self._failure: BaseException | None = None
+        self._pid = os.getpid()
         started: queue.SimpleQueue[EngineInfo | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._main, args=(load_model, started), name="mlxserve-engine", daemon=True
         )
-        self._thread.start()
+        atexit.register(self.close)  # a process that exits while the thread computes would abort
         try:
+            self._thread.start()
             outcome = started.get()
-        except (
-            BaseException
-        ):  # Ctrl-C while loading: the thread must not stay behind with the model
-            self._inbox.put(_Stop())
+        except BaseException:  # Ctrl-C while loading
+            if cancelled is not None:
+                cancelled.set()
+            self.close()
             raise
         if isinstance(outcome, BaseException):
+            self.close()
             raise outcome
         self.info = outcome
 
@@ -89,6 +102,11 @@ class Engine:
         if the engine has stopped.
         """
         self.check(requests)
+        if os.getpid() != self._pid:
+            raise EngineDead(
+                "this process was forked after the model was loaded, and the engine's thread is "
+                "not in it; load the model here, or start processes with the spawn method"
+            )
         with self._door:  # so that nothing is queued behind the end, to wait for ever
             if self._closed:
                 raise self._dead()
@@ -101,7 +119,21 @@ class Engine:
     def close(self) -> None:
         """Stop the thread and give its memory back. Running requests end with EngineDead."""
         self._inbox.put(_Stop())
-        self._thread.join()
+        atexit.unregister(self.close)
+        # The garbage collector may drop the last reference on any thread, the engine's own too.
+        if threading.current_thread() is not self._thread:
+            self._join()
+
+    def _join(self) -> None:
+        """Wait for the thread; a Ctrl-C meanwhile is raised afterwards, lest the exit aborts."""
+        interrupt = None
+        while self._thread.is_alive():
+            try:
+                self._thread.join()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _dead(self) -> EngineDead:
         reason = f"it failed: {self._failure}" if self._failure else "it was closed"
@@ -117,11 +149,14 @@ class Engine:
             self._failure = error
             if core is not None:
                 logger.exception("the engine stops")
+            traceback.clear_frames(error.__traceback__)  # they hold the model
         self._shut(core.open if core is not None else {})
         del core
-        release_thread()
-        if self._failure is not None:
-            started.put(self._failure)
+        try:
+            release_thread()
+        finally:
+            if self._failure is not None:
+                started.put(self._failure)
 
     def _loop(self, core: Core) -> None:
         while True:

@@ -13,6 +13,10 @@ from mlxserve.models.base import Model
 from mlxserve.types import Chunk, Logprob, StepPlan
 
 LOGITS_BLOCK_BYTES = 64 << 20
+NOT_FINITE = (
+    "the model's logits aren't finite numbers: its weights are damaged, or overflow in 16 bits; "
+    "fetch them again, or try another checkpoint"
+)
 
 
 class InFlight:
@@ -26,6 +30,7 @@ class InFlight:
         self.sampled: list[Chunk] = []
         self.ids: mx.array | None = None
         self._scored: dict[int, mx.array] = {}
+        self._finite: mx.array | None = None
         self._logprob_rows: list[int] = []
         self._logprobs: tuple[mx.array, ...] = ()
         last: list[int] = []
@@ -44,6 +49,7 @@ class InFlight:
     def _sample(self, logits: mx.array) -> None:
         seqs = [chunk.seq for chunk in self.sampled]
         self.ids = sample(logits, seqs)
+        self._finite = mx.isfinite(logits.sum(axis=-1))
         params = [seq.request.params for seq in seqs]
         self._logprob_rows = [row for row, p in enumerate(params) if p.logprobs]
         if self._logprob_rows:
@@ -53,18 +59,21 @@ class InFlight:
 
     def submit(self) -> None:
         """Start computing: the tokens together with everything the step wrote."""
-        outputs = [*self._logprobs, *self._scored.values(), *self._storage.arrays()]
+        finite = [] if self._finite is None else [self._finite]
+        outputs = [*finite, *self._logprobs, *self._scored.values(), *self._storage.arrays()]
         first = self.ids if self.ids is not None else self._hidden
         mx.async_eval(*([first] if first is not None else []), *outputs)
 
     def read(self) -> list[ChunkResult]:
         """Wait for the step; one result per chunk of the plan."""
-        ids: list[int] = self.ids.tolist() if self.ids is not None else []  # type: ignore[assignment]
+        ids: list[int] = [] if self.ids is None else self.ids.tolist()  # type: ignore[assignment]
+        finite = [] if self._finite is None else np.array(self._finite)
         reported = self._read_logprobs(ids)
         results, row = [], 0
         for chunk in self.plan.chunks:
             if chunk.samples:
-                results.append(ChunkResult(ids[row], reported.get(row)))
+                failure = None if finite[row] else NOT_FINITE
+                results.append(ChunkResult(ids[row], reported.get(row), failure=failure))
                 row += 1
             elif id(chunk) in self._scored:
                 logits = self._read_logits(self._scored[id(chunk)])

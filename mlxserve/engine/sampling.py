@@ -45,6 +45,7 @@ def logprobs(logits: mx.array, ids: mx.array, top: int) -> tuple[mx.array, mx.ar
     logits: float32 `[B, V]`, as the model gave them. Returns values `[B]`, top ids and values `[B,
     top]`.
     """
+    top = min(top, logits.shape[-1])
     normalised = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(normalised, ids[:, None], axis=-1)[:, 0]
     best = mx.argpartition(-normalised, kth=max(top - 1, 0), axis=-1)[:, :top]
@@ -99,14 +100,14 @@ def _greedy(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
 
 
 def _plain(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
-    return _draw(logits / _column(seq.request.params.temperature for seq in seqs), seqs)
+    return _draw(_scaled(logits, seqs), seqs)
 
 
 def _filtered(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
     """Temperature, then top-k, top-p and min-p on the sorted row; the likeliest always stays."""
     params = [seq.request.params for seq in seqs]
     vocab = logits.shape[-1]
-    scaled = logits / _column(p.temperature for p in params)
+    scaled = _scaled(logits, seqs)
     order = mx.argsort(-scaled, axis=-1)
     x = mx.take_along_axis(scaled, order, axis=-1)
     x = mx.where(mx.arange(vocab) < _column(p.top_k or vocab for p in params), x, -mx.inf)
@@ -118,6 +119,12 @@ def _filtered(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
     probs = mx.softmax(x, axis=-1)
     x = mx.where(probs >= _column(p.min_p for p in params) * probs[:, :1], x, -mx.inf)
     return mx.take_along_axis(order, _draw(x, seqs)[:, None], axis=-1)[:, 0]
+
+
+def _scaled(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
+    """Logits over temperature, the likeliest at 0, so that no temperature overflows float32."""
+    temperature = _column(max(seq.request.params.temperature, 1e-6) for seq in seqs)
+    return (logits - logits.max(axis=-1, keepdims=True)) / temperature
 
 
 def _draw(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:

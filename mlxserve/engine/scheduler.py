@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from mlxserve.cache.manager import CacheManager
 from mlxserve.cache.spec import PAGE_TOKENS
-from mlxserve.config import EngineConfig
+from mlxserve.errors import ModelError
 from mlxserve.types import Chunk, FinishReason, Logprob, Sequence, StepPlan, TokenOut
 
 if TYPE_CHECKING:
@@ -25,19 +25,27 @@ SCORE_CHUNK_TOKENS = 128
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What a step found for a chunk: a sampled token, the logits of a scored one, or neither."""
+    """What a step found for a chunk: a sampled token, the logits of a scored one, or neither.
+
+    failure: why nothing of it can be used.
+    """
 
     token_id: int | None = None
     logprob: Logprob | None = None
     prompt_logits: "np.ndarray | None" = None
+    failure: str | None = None
 
 
 class Scheduler:
-    """Waiting and running sequences. Engine thread only."""
+    """Waiting and running sequences. Engine thread only.
 
-    def __init__(self, config: EngineConfig, manager: CacheManager) -> None:
-        self.config = config
+    max_batch: sequences that run at once; max_batched_tokens: tokens of one step, over all of them.
+    """
+
+    def __init__(self, manager: CacheManager, max_batch: int, max_batched_tokens: int) -> None:
         self.manager = manager
+        self.max_batch = max_batch
+        self.max_batched_tokens = max_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -60,7 +68,7 @@ class Scheduler:
         """Choose the next step and take its pages. None if there is nothing to compute."""
         seals = self.manager.seal(self.running)
         planned: dict[int, Chunk] = {}
-        budget = self.config.max_batched_tokens
+        budget = self.max_batched_tokens
         # sorted() is stable: decode rows first, each kind oldest first.
         for seq in sorted(self.running, key=lambda seq: self._wanted(seq) != 1):
             budget -= self._plan(seq, budget, planned)
@@ -68,6 +76,8 @@ class Scheduler:
             seq = self.waiting.popleft()
             self.running.append(seq)
             budget -= self._plan(seq, budget, planned)
+            if seq not in self.running:  # there was no room for it after all
+                break
         chunks = tuple(planned.values())
         for chunk in chunks:
             chunk.seq.computed += chunk.n
@@ -78,33 +88,50 @@ class Scheduler:
         """Take a finished step's tokens in; end the requests that are complete."""
         outs = []
         for chunk, result in zip(plan.chunks, results, strict=True):
-            seq = chunk.seq
-            seq.pending -= chunk.samples
-            if seq.finished:  # it ended, or was cancelled, while this step was under way
+            chunk.seq.pending -= chunk.samples
+            if chunk.seq.finished:  # it ended, or was cancelled, while this step was under way
                 continue
-            reason: FinishReason | None = None
-            if result.token_id is not None:
-                seq.ids.append(result.token_id)
-                if result.token_id in seq.request.stop_ids:
-                    reason = "stop"
-                elif len(seq.ids) - len(seq.request.prompt_ids) >= seq.max_tokens:
-                    reason = "length"
-            elif seq.request.score and chunk.start + chunk.n == len(seq.ids):
-                reason = "stop"
-            if result.token_id is None and result.prompt_logits is None:
-                continue
-            if reason:
-                self._retire(seq)
-            outs.append(
-                TokenOut(
-                    request_id=seq.request.id,
-                    token_id=result.token_id,
-                    logprob=result.logprob,
-                    prompt_logits=result.prompt_logits,
-                    finish_reason=reason,
-                )
-            )
+            if out := self._take(chunk, result):
+                outs.append(out)
+                if out.last:
+                    self._retire(chunk.seq)
         return outs
+
+    def _take(self, chunk: Chunk, result: ChunkResult) -> TokenOut | None:
+        """One chunk's result as a delivery, None if there is nothing to deliver yet."""
+        seq = chunk.seq
+        if result.failure is not None:
+            return TokenOut(request_id=seq.request.id, error=ModelError(result.failure))
+        if result.token_id is not None:
+            seq.ids.append(result.token_id)
+            return TokenOut(
+                request_id=seq.request.id,
+                token_id=result.token_id,
+                logprob=result.logprob,
+                finish_reason=self._finish_reason(seq),
+            )
+        end = chunk.start + chunk.n
+        if result.prompt_logits is None or end <= seq.scored:
+            return None
+        fresh = result.prompt_logits[max(0, seq.scored - chunk.start) :]
+        seq.scored = end
+        return TokenOut(
+            request_id=seq.request.id,
+            prompt_logits=fresh,
+            finish_reason="stop" if end == len(seq.ids) else None,
+        )
+
+    def _finish_reason(self, seq: Sequence) -> FinishReason | None:
+        if seq.ids[-1] in seq.request.stop_ids:
+            return "stop"
+        new = len(seq.ids) - len(seq.request.prompt_ids)
+        return "length" if new >= seq.max_tokens else None
+
+    def forget_pending(self) -> None:
+        """The step under way is lost: what it would have drawn is drawn again."""
+        for seq in (*self.running, *self.waiting):
+            seq.pending = 0
+            seq.counts = None
 
     def check_integrity(self) -> None:
         """Raise InvariantError if pages or counts do not add up."""
@@ -112,14 +139,14 @@ class Scheduler:
 
     def pages_at_most(self) -> int:
         """Pages of any one kind that the next step may take, so that storage can grow before it."""
-        seqs = min(len(self.running) + len(self.waiting), self.config.max_batch)
+        seqs = min(len(self.running) + len(self.waiting), self.max_batch)
         queue = [*self.running, *islice(self.waiting, seqs)]
-        tokens = min(sum(map(self._wanted, queue)), self.config.max_batched_tokens)
+        tokens = min(sum(map(self._wanted, queue)), self.max_batched_tokens)
         return seqs + tokens // PAGE_TOKENS
 
     def _may_admit(self) -> bool:
         """Whether the first in the queue has room for all its tokens, lest it start in vain."""
-        if not self.waiting or len(self.running) >= self.config.max_batch:
+        if not self.waiting or len(self.running) >= self.max_batch:
             return False
         return not self.running or self.manager.has_room(self.waiting[0].total)
 

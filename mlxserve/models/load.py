@@ -29,6 +29,7 @@ def load_model(
     *,
     compute_dtype: mx.Dtype | None = None,
     prepare: Prepare = quantized.prepare,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> Model:
     """The model of `config` with `weights` installed and evaluated: any thread may run it.
 
@@ -36,6 +37,7 @@ def load_model(
         source is freed once its layer is converted: the peak is the model plus the largest group.
     compute_dtype: float32, float16 or bfloat16 for activations and dense weights. None keeps the
         checkpoint's own type on Metal and takes float32 on CPU, which emulates 16-bit floats.
+    cancelled: asked now and then; once it is true, loading ends with ModelError.
     prepare: the form in which this device computes with a packed weight.
 
     Raises ModelError for an unsupported config, and, naming the tensors, for weights that are
@@ -52,6 +54,8 @@ def load_model(
     dtype = compute_dtype or activation_dtype(pending, metal=mx.metal.is_available())
     weights.clear()
     for names in _groups(expected):
+        if cancelled():
+            raise ModelError("loading was cancelled")
         arrays: list[mx.array] = []
         for name in names:
             value = _convert(pending.pop(name), dtype, prepare)

@@ -240,6 +240,26 @@ def test_decoding_writes_the_cache_in_place():
     assert mx.get_peak_memory() - before < 0.5 * layer
 
 
+def test_storage_may_grow_in_the_very_step_that_ends_the_last_request():
+    tiny = tiny_llama(**LONG)
+    for tokens_of_prompt, new in ((500, 13), (449, 64), (1000, 25)):
+        core = Core(load_model(tiny.config, dict(tiny.weights)), EngineConfig())
+        out = queue.SimpleQueue()
+        core.admit([request(prompt(tokens_of_prompt), max_tokens=new)], out, 0.0)
+        while core.busy:
+            core.advance()
+        assert out.qsize() == new
+
+
+def test_logits_that_are_not_numbers_end_the_answer_with_a_reason():
+    tiny = tiny_llama(**LONG)
+    tiny.weights["model.norm.weight"] = mx.array(np.full(64, np.nan, np.float32))
+    got = run(tiny, [request([1, 2], max_tokens=5), request([3], "s", temperature=1.0)])
+    for deliveries in got.values():
+        assert isinstance(deliveries[-1].error, ModelError)
+        assert "aren't finite numbers" in str(deliveries[-1].error)
+
+
 def test_storage_grows_with_the_text_and_no_token_changes():
     """A long answer doubles the arrays on its way; with room from the start it is the same."""
     tiny = tiny_llama(**LONG)
@@ -292,6 +312,51 @@ def test_a_failed_step_ends_its_requests_and_the_next_are_served():
     after = collect(engine, [request([5, 6], "c", max_tokens=10)])["c"]
     engine.close()
     assert tokens(after) == tokens(run(tiny, [request([5, 6], max_tokens=10)])["r"])
+
+
+def test_a_failed_step_leaves_those_it_had_just_preempted_unharmed():
+    """One of them waits with a token in flight that is lost; it is drawn again."""
+    tiny = tiny_llama(**LONG)
+    rows = [request(prompt(100, seed=i), f"r{i}", max_tokens=60) for i in range(4)]
+    expected = run(tiny, rows)
+    model = load_model(tiny.config, dict(tiny.weights))
+    preempting = None
+    for attempt in range(2):  # first to find the step that preempts, then to fail in it
+        failing = Failing(model, RuntimeError("boom"), call=preempting)
+        core = Core(failing, EngineConfig(max_batch=4), pool_pages=8)
+        out = queue.SimpleQueue()
+        core.admit(rows, out, 0.0)
+        while core.busy and not (attempt == 0 and core.scheduler.preemptions):
+            core.advance()
+        preempting = failing.calls
+    got = {r.id: [] for r in rows}
+    while not out.empty():
+        delivery = out.get()
+        got[delivery.request_id].append(delivery)
+    failed = {name for name, deliveries in got.items() if deliveries[-1].error}
+    assert 0 < len(failed) < 4
+    for name in got.keys() - failed:
+        assert tokens(got[name]) == tokens(expected[name])
+    assert all("boom" in str(got[name][-1].error) for name in failed)
+
+
+def test_an_id_that_is_in_use_is_refused():
+    engine = start(tiny_llama(**LONG))
+    first, second = queue.SimpleQueue(), queue.SimpleQueue()
+    engine.submit([request([1], "same", max_tokens=None)], first)
+    engine.submit([request([2], "same")], second)
+    assert "'same' is in use" in str(second.get(timeout=60).error)
+    assert first.get(timeout=60).error is None
+    engine.close()
+
+
+def test_an_error_that_is_kept_keeps_no_arrays():
+    before = mx.get_active_memory()
+    engine, _ = start_failing(InvariantError("broken"), call=2)
+    kept = collect(engine, [request([1])])["r"][-1].error
+    engine.close()
+    assert "broken" in str(kept)
+    assert mx.get_active_memory() - before < 1_000_000
 
 
 def test_a_dead_engine_says_so_to_everyone():

@@ -79,6 +79,12 @@ def test_zero_temperature_takes_the_likeliest_whatever_the_filters():
     assert sample(mx.array(logits), seqs).tolist() == logits.argmax(-1).tolist()
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e-10, 1e-40])
+def test_a_tiny_temperature_takes_the_likeliest(temperature):
+    logits = random_logits(seed=5)
+    assert set(draws(logits, 20, temperature=temperature)) == {logits.argmax()}
+
+
 def test_a_row_draws_the_same_alone_and_in_any_batch():
     kinds = [
         {"temperature": 1.0},

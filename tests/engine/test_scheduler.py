@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from mlxserve.cache.manager import CacheManager, group_layers
 from mlxserve.cache.spec import FullKV, WindowKV
-from mlxserve.config import EngineConfig
 from mlxserve.engine.scheduler import ChunkResult, Scheduler
 from mlxserve.types import Request, SamplingParams, Sequence
 from tests.support.paging import PaperCache
@@ -17,11 +16,11 @@ from tests.support.paging import PaperCache
 EOS = 7
 
 
-def make(pages=100, hot=80, window=None, **config):
+def make(pages=100, hot=80, window=None, max_batch=32, max_batched_tokens=512):
     specs = [FullKV(1, 4)] + ([WindowKV(1, 4, window)] if window else [])
     groups = group_layers(specs)
     manager = CacheManager(groups, hot_pages=hot, pool_pages=[pages] * len(groups))
-    return Scheduler(EngineConfig(**config), manager)
+    return Scheduler(manager, max_batch, max_batched_tokens)
 
 
 def sequence(name, prompt, max_tokens=10, score=False, context=100_000):
@@ -43,7 +42,9 @@ def drive(scheduler, *, ahead=True, draw=lambda seq: 5, after_step=lambda n: Non
         results = [
             ChunkResult(token_id=draw(c.seq))
             if c.samples
-            else ChunkResult(prompt_logits=c.n if c.seq.request.score else None)
+            else ChunkResult(
+                prompt_logits=list(range(c.start, c.start + c.n)) if c.seq.request.score else None
+            )
             for c in plan.chunks
         ]
         for out in scheduler.commit(plan, results):
@@ -56,8 +57,8 @@ def drive(scheduler, *, ahead=True, draw=lambda seq: 5, after_step=lambda n: Non
         plan = scheduler.schedule()
         assert plan or flight or not scheduler.busy, "nothing to do, and yet busy"
         if plan:
-            assert plan.tokens <= scheduler.config.max_batched_tokens
-            assert len(plan.chunks) <= scheduler.config.max_batch
+            assert plan.tokens <= scheduler.max_batched_tokens
+            assert len(plan.chunks) <= scheduler.max_batch
             cache.apply(plan)
         scheduler.check_integrity()
         if flight:
@@ -147,9 +148,19 @@ def test_a_scored_request_delivers_every_position_and_draws_nothing():
     scheduler.add(sequence("s", 230, score=True))
     scheduler.add(sequence("a", 5))
     outputs = drive(scheduler)["s"]
-    assert sum(out.prompt_logits for out in outputs) == 230
+    assert [p for out in outputs for p in out.prompt_logits] == list(range(230))
     assert outputs[-1].finish_reason == "stop"
     assert all(out.token_id is None for out in outputs)
+
+
+def test_scored_requests_that_start_over_deliver_each_position_once():
+    scheduler = make(pages=12, max_batched_tokens=512)
+    for name, prompt in (("s1", 700), ("s2", 500)):
+        scheduler.add(sequence(name, prompt, score=True))
+    outputs = drive(scheduler)
+    assert scheduler.preemptions > 0
+    for name, prompt in (("s1", 700), ("s2", 500)):
+        assert [p for out in outputs[name] for p in out.prompt_logits] == list(range(prompt))
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5])

@@ -1,0 +1,127 @@
+"""What a model will need on this machine, told from its config before it is downloaded."""
+
+import os
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlxserve.cache.manager import group_layers, pages_in_window
+from mlxserve.cache.spec import PAGE_TOKENS
+from mlxserve.cache.storage import page_bytes
+from mlxserve.config import EngineConfig
+from mlxserve.errors import CapacityError
+from mlxserve.memory import GroupShape, plan_cache
+from mlxserve.models import registry
+
+USEFUL_CONTEXT_TOKENS = 8192
+PROBE_BYTES = 256 << 20
+PROBE_S = 0.3
+
+# Peak GB/s that Apple states for a chip's memory; where a name has several, the largest.
+APPLE_GB_S: dict[str, float] = {
+    "Apple M1": 68,
+    "Apple M1 Pro": 200,
+    "Apple M1 Max": 400,
+    "Apple M1 Ultra": 800,
+    "Apple M2": 100,
+    "Apple M2 Pro": 200,
+    "Apple M2 Max": 400,
+    "Apple M2 Ultra": 800,
+    "Apple M3": 100,
+    "Apple M3 Pro": 150,
+    "Apple M3 Max": 400,
+    "Apple M3 Ultra": 819,
+    "Apple M4": 120,
+    "Apple M4 Pro": 273,
+    "Apple M4 Max": 546,
+    "Apple M5": 153,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """A model's need of memory, and what the engine could give it.
+
+    cache_bytes: keys and values of one sequence of `context_tokens`. room_tokens: the longest
+    sequence that the engine would take within the limit; 0: not even the weights fit.
+    """
+
+    weight_bytes: int
+    cache_bytes: int
+    context_tokens: int
+    room_tokens: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether the weights and a context of `context_tokens` fit."""
+        return self.room_tokens >= self.context_tokens
+
+
+def footprint(
+    config: Mapping[str, Any],
+    weight_bytes: int,
+    limit_bytes: int,
+    *,
+    metal: bool,
+    context_tokens: int = USEFUL_CONTEXT_TOKENS,
+    engine: EngineConfig | None = None,
+) -> Footprint:
+    """Work out what a model with this config.json needs; reads and allocates nothing.
+
+    weight_bytes: of its weights, once loaded. limit_bytes: what this process may use. metal:
+    whether it runs on a GPU. context_tokens: the wanted context, cut to what the model was made
+    for. Raises ModelError for a config that this version can't run.
+    """
+    engine = engine or EngineConfig()
+    model = registry.build(config)
+    wanted = min(context_tokens, model.context_tokens)
+    itemsize = 2 if metal and not is_float32(config) else 4
+    groups = group_layers(model.layer_specs())
+    shapes = [GroupShape(page_bytes(g, itemsize), pages_in_window(g.spec.window)) for g in groups]
+    pages = -(-wanted // PAGE_TOKENS)
+    used = sum(s.page_bytes * min(pages, s.window_pages or pages) for s in shapes)
+    try:
+        plan = plan_cache(
+            shapes,
+            free_bytes=limit_bytes - weight_bytes,
+            max_batch=engine.max_batch,
+            max_batched_tokens=engine.max_batched_tokens,
+            context_tokens=model.context_tokens,
+            page_tokens=PAGE_TOKENS,
+        )
+    except CapacityError:
+        return Footprint(weight_bytes, used, wanted, 0)
+    full = [n for n, s in zip(plan.pool_pages, shapes, strict=True) if s.window_pages is None]
+    room = min([n * PAGE_TOKENS for n in full] + [model.context_tokens])
+    return Footprint(weight_bytes, used, wanted, room)
+
+
+def is_float32(config: Mapping[str, Any]) -> bool:
+    """Whether the files hold float32; those that don't say hold 16 bits, as nearly all do."""
+    return (config.get("dtype") or config.get("torch_dtype")) == "float32"
+
+
+def memory_bandwidth(device_name: str) -> tuple[float, str]:
+    """Bytes per second that this machine reads from memory, and where the number is from."""
+    if device_name in APPLE_GB_S:
+        return APPLE_GB_S[device_name] * 1e9, device_name
+    return measure_bandwidth(), "measured"
+
+
+def measure_bandwidth(size_bytes: int = PROBE_BYTES, seconds: float = PROBE_S) -> float:
+    """Read memory with all cores for a moment; the bytes per second of the best pass."""
+    cores = os.cpu_count() or 1
+    parts = np.array_split(np.ones(size_bytes // 4, np.float32), cores)
+    best, end = 0.0, time.perf_counter() + seconds
+    with ThreadPoolExecutor(cores) as pool:
+        while True:
+            start = time.perf_counter()
+            list(pool.map(np.max, parts))
+            now = time.perf_counter()
+            best = max(best, sum(part.nbytes for part in parts) / (now - start))
+            if now >= end:
+                return best
