@@ -31,7 +31,7 @@ test-slow: model
 	@$(RUN) pytest -m slow
 
 model: $(VENV)/dev.stamp
-	@$(VENV)/bin/mlxserve pull smollm2-135m
+	@for name in smollm2-135m gemma3-270m; do $(VENV)/bin/mlxserve pull $$name || exit 1; done
 
 lint: $(VENV)/dev.stamp
 	@$(RUN) ruff check .

@@ -1,8 +1,12 @@
 """Settings as frozen dataclasses, and the only place that reads the environment.
 
 Environment:
-    MLXSERVE_HOME   where pulled models are kept (default: $XDG_CACHE_HOME/mlxserve,
-    ~/.cache/mlxserve) MLXSERVE_DEBUG  1 prints the traceback of every error (default: off)
+    MLXSERVE_HOME: where models of the catalog are kept (default: $XDG_CACHE_HOME/mlxserve,
+        ~/.cache/mlxserve).
+    MLXSERVE_DEBUG: 1 prints the traceback of every error (default: off).
+
+huggingface_hub reads its own, which apply to models of the Hub: HF_HOME (their cache), HF_TOKEN,
+HF_HUB_OFFLINE, HF_ENDPOINT and HF_HUB_DOWNLOAD_TIMEOUT are the ones of most use.
 """
 
 import os

@@ -18,7 +18,8 @@ from mlxserve.engine.engine import Engine
 from mlxserve.errors import ModelError, RequestError
 from mlxserve.models.load import load_model
 from mlxserve.sources.checkpoint import Checkpoint, open_checkpoint
-from mlxserve.sources.pull import resolve
+from mlxserve.sources.gguf_quant import Q6K
+from mlxserve.sources.resolve import resolve
 from mlxserve.text.stream import TextStream
 from mlxserve.text.tokenizer import Tokenizer
 from mlxserve.types import (
@@ -50,11 +51,12 @@ class LLM:
         model: str | PathLike[str],
         *,
         on_progress: OnProgress | None = None,
+        gguf_q6_k: Q6K = "8bit",
         **options: Any,
     ) -> None:
         config = from_names(EngineConfig, "engine option", options)
         path = resolve(model if isinstance(model, str) else Path(model), on_progress)
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, gguf_q6_k=gguf_q6_k)
         self.path = path
         self.tokenizer = _tokenizer(checkpoint)
         if on_progress is not None:

@@ -1,6 +1,7 @@
 """What crosses between the parts: requests in, tokens out, and the plan of a step. No arrays."""
 
 import difflib
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -138,20 +139,25 @@ _INTEGERS: dict[str, tuple[int, int | None]] = {
 
 def _number(name: str, value: Any, low: float, high: float) -> float:
     """A number of Python's or NumPy's, as a float."""
-    if isinstance(value, bool) or not isinstance(value, Real) or value != value:
-        raise RequestError(f"{name} is {value!r}; it must be a finite number")
-    if not low <= value <= high:
-        raise RequestError(f"{name} is {value}; it must be between {low:g} and {high:g}")
-    return float(value)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise RequestError(f"{name} is {value!r}; it must be a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not low <= number <= high:  # neither is NaN
+        raise RequestError(f"{name} is {number}; it must be between {low:g} and {high:g}")
+    return number
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} is {value!r}; it must be a whole number")
-    if value < low or (high is not None and value > high):
+    number = int(value)
+    if number < low or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} is {value}; it must be {bounds}")
-    return int(value)
+        raise RequestError(f"{name} is {number}; it must be {bounds}")
+    return number
 
 
 def _tuple(name: str, value: Any) -> tuple[Any, ...]:

@@ -21,6 +21,17 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
+def gemma3_gguf() -> Path:
+    """The file of gemma3-270m, from where the default model's comes."""
+    from mlxserve.sources.pull import installed
+
+    for model in installed():
+        if model.name == "gemma3-270m":
+            return model.path
+    pytest.skip("gemma3-270m is not here; `mlxserve pull gemma3-270m` fetches it")
+
+
+@pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory) -> Path:
     """A tiny random llama in Hugging Face's layout, with a byte tokenizer and a chat template."""
     return write_model_dir(tmp_path_factory.mktemp("tiny-llama"))

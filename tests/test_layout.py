@@ -10,7 +10,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mlxserve"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-HEAVY = ("mlx", "numpy", "jinja2", "tokenizers", "torch", "transformers", "typer", "rich")
+HEAVY = (
+    "mlx",
+    "numpy",
+    "jinja2",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "typer",
+    "rich",
+    "huggingface_hub",
+)
 
 
 def parse(path: Path) -> ast.Module:

@@ -40,7 +40,7 @@ from mlxserve.types import Request, SamplingParams
         ({"stop": 5}, "stop is 5; it must be a list"),
         ({"logit_bias": [1]}, r"logit_bias is \[1\]; it must map"),
         ({"logit_bias": "ab"}, "logit_bias is 'ab'"),
-        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"temperature": 10**400}, "temperature is inf; it must be between"),
         ({"logprobs": "no"}, "logprobs is 'no'; it must be True or False"),
         ({"ignore_eos": 1}, "ignore_eos is 1"),
         ({"top_logprobs": 21}, "top_logprobs is 21; it must be between 0 and 20"),

@@ -1,4 +1,4 @@
-"""The command line: `mlxserve generate`, `pull`, `ls` and `doctor`, one file each."""
+"""The command line: one file per command."""
 
 import sys
 

@@ -10,7 +10,8 @@ import typer
 from typer.core import TyperCommand
 
 from mlxserve import config
-from mlxserve.cli import doctor, generate, ls, pull
+from mlxserve.cli import chat, doctor, generate, ls, pull, rm
+from mlxserve.cli.eval import evaluate
 from mlxserve.errors import MlxserveError
 
 
@@ -42,8 +43,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=_Command, epilog=generate.EPILOG)(generate.generate)
-app.command(cls=_Command)(pull.pull)
+app.command(cls=_Command)(chat.chat)
+app.command("eval", cls=_Command)(evaluate)
+app.command(cls=_Command, epilog=pull.EPILOG)(pull.pull)
 app.command(cls=_Command)(ls.ls)
+app.command(cls=_Command)(rm.rm)
 app.command(cls=_Command)(doctor.doctor)
 
 

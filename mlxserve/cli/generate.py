@@ -10,7 +10,6 @@ import typer
 from mlxserve.cli import options, terminal
 from mlxserve.config import DEFAULT_MODEL
 from mlxserve.errors import RequestError
-from mlxserve.types import SamplingParams
 
 if TYPE_CHECKING:
     from mlxserve.llm import LLM, Completion
@@ -23,31 +22,16 @@ Examples:
   mlxserve generate --raw --prompt 'Once upon a time' --stop . > story.txt
 """
 
-_DEFAULTS = SamplingParams()
-# What a model must not send to a terminal: escape sequences move the cursor and set the clipboard.
-_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
-
+@options.takes_sampling
 def generate(
     prompt: options.Prompt,
     model: options.Model = DEFAULT_MODEL,
     system: options.System = None,
     raw: options.Raw = False,
     quiet: options.Quiet = False,
-    temperature: options.Temperature = _DEFAULTS.temperature,
-    top_k: options.TopK = _DEFAULTS.top_k,
-    top_p: options.TopP = _DEFAULTS.top_p,
-    min_p: options.MinP = _DEFAULTS.min_p,
-    seed: options.Seed = None,
-    repetition_penalty: options.RepetitionPenalty = _DEFAULTS.repetition_penalty,
-    presence_penalty: options.PresencePenalty = _DEFAULTS.presence_penalty,
-    frequency_penalty: options.FrequencyPenalty = _DEFAULTS.frequency_penalty,
-    logit_bias: options.LogitBias = None,
-    max_tokens: options.MaxTokens = _DEFAULTS.max_tokens or 0,
-    min_tokens: options.MinTokens = _DEFAULTS.min_tokens,
-    stop: options.Stop = None,
-    stop_token_ids: options.StopTokenIds = None,
-    ignore_eos: options.IgnoreEos = False,
+    *,
+    sampling: dict[str, Any],
 ) -> None:
     """Answer one prompt, word by word as the model makes it.
 
@@ -55,23 +39,6 @@ def generate(
     and everything else to stderr.
     """
     terminal.end_on_broken_pipe()
-    sampling: dict[str, Any] = {
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logit_bias": _parse_logit_bias(logit_bias or []),
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "stop": tuple(terminal.check_text("--stop", text) for text in stop or ()),
-        "stop_token_ids": tuple(stop_token_ids or ()),
-        "ignore_eos": ignore_eos,
-    }
-    SamplingParams(**sampling)  # refuse a wrong value now, not after the model has loaded
     if raw and system is not None:
         raise RequestError("--system needs the chat template that --raw leaves out; drop one")
     prompt = _read_prompt(prompt, raw=raw)
@@ -79,19 +46,6 @@ def generate(
     raise typer.Exit(
         _run(terminal.check_text("--model", model), prompt, system, sampling, raw, quiet)
     )
-
-
-def _parse_logit_bias(pairs: list[str]) -> dict[int, float]:
-    biases: dict[int, float] = {}
-    for pair in pairs:
-        token, _, value = pair.partition("=")
-        try:
-            biases[int(token)] = float(value)
-        except ValueError:
-            raise RequestError(
-                f"--logit-bias is {pair!r}; write ID=VALUE, for example 42=-5.5"
-            ) from None
-    return biases
 
 
 def _read_prompt(prompt: str, *, raw: bool) -> str:
@@ -118,9 +72,11 @@ def _run(
 ) -> int:
     """Load, answer, and return the exit code."""
     import mlxserve
+    from mlxserve.cli import models
 
+    ready = models.ready(model, quiet=quiet)
     with terminal.Progress(quiet=quiet) as progress:
-        llm = mlxserve.load(model, on_progress=progress)
+        llm = mlxserve.load(ready, on_progress=progress)
     with llm:
         if raw or llm.tokenizer.chat_template is None:
             if system is not None:
@@ -168,7 +124,7 @@ class _Answer:
         if text:
             self._last = text
             self._piece_s.append(time.perf_counter())
-            sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+            sys.stdout.write(terminal.harmless(text) if sys.stdout.isatty() else text)
             sys.stdout.flush()
 
     def statistics(self) -> str:
@@ -178,17 +134,6 @@ class _Answer:
             if not self._piece_s:
                 return "interrupted before the first token"
             first, last, n = self._piece_s[0], self._piece_s[-1], len(self._piece_s)
-            rate = _at((n - 1) / (last - first) if last > first else None)
+            rate = terminal.per_second((n - 1) / (last - first) if last > first else None)
             return f"interrupted: about {n} new{rate}, first after {first - self._start_s:.2f} s"
-        usage, speed = done.usage, done.timings
-        parts = [
-            f"{usage.prompt_tokens} prompt tokens{_at(speed.prefill_tokens_per_s)}",
-            f"{usage.completion_tokens} new{_at(speed.decode_tokens_per_s)}",
-        ]
-        if speed.ttft_s is not None:
-            parts.append(f"first after {speed.ttft_s:.2f} s")
-        return f"{', '.join(parts)} ({done.finish_reason})"
-
-
-def _at(tokens_per_s: float | None) -> str:
-    return "" if tokens_per_s is None else f" at {tokens_per_s:.1f}/s"
+        return terminal.statistics(done)

@@ -1,6 +1,7 @@
 """`mlxserve ls`: the models on this machine."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -8,25 +9,47 @@ from mlxserve.cli import terminal
 from mlxserve.config import DEFAULT_MODEL
 
 
+class _Row(NamedTuple):
+    name: str
+    size: str
+    kind: str
+    path: Path
+
+
 def ls(
     paths: Annotated[
         bool, typer.Option("--paths", help="For scripts: NAME<tab>PATH, and no heading.")
     ] = False,
 ) -> None:
-    """List the models that were pulled: name, size and place on disk."""
-    terminal.end_on_broken_pipe()
-    from mlxserve.sources.pull import installed
+    """List the models that are here: name, size, type and place on disk.
 
-    models = installed()
+    Those of the Hub lie in Hugging Face's cache, also when another program downloaded them. Models
+    of a type that can't be run are left out.
+    """
+    terminal.end_on_broken_pipe()
+    rows = _rows()
     if paths:
-        for model in models:
-            print(f"{model.name}\t{model.path}")
+        for row in rows:
+            print(f"{row.name}\t{row.path}")
         return
-    if not models:
+    if not rows:
         terminal.note(f"no models yet; fetch one with: mlxserve pull {DEFAULT_MODEL}")
         return
-    width = max(len("NAME"), *(len(model.name) for model in models))
-    print(f"{'NAME':{width}}  {'SIZE':>8}  PATH")
-    for model in models:
-        size = terminal.count_bytes(model.size_bytes)
-        print(f"{model.name:{width}}  {size:>8}  {model.path}")
+    rows = [("NAME", "SIZE", "TYPE", "PATH"), *rows]
+    names, kinds = (max(len(row[i]) for row in rows) for i in (0, 2))
+    for name, size, kind, path in rows:
+        print(f"{name:{names}}  {size:>8}  {kind:{kinds}}  {path}")
+
+
+def _rows() -> list[_Row]:
+    """The catalog's models, in its order, then the Hub's."""
+    from mlxserve.sources import hub_local, pull
+
+    size = terminal.count_bytes
+    rows = [_Row(m.name, size(m.size_bytes), "gguf", m.path) for m in pull.installed()]
+    for model in hub_local.installed():
+        from mlxserve.models.registry import MODULES  # late: most of a second without a cache
+
+        if model.kind == "gguf" or model.kind in MODULES:
+            rows.append(_Row(model.name, size(model.size_bytes), model.kind, model.path))
+    return rows

@@ -1,19 +1,27 @@
 """Options of the commands that make text. Ranges are checked in one place: SamplingParams."""
 
-from functools import partial
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Annotated, Any
 
 import typer
 
+from mlxserve.cli import terminal
+from mlxserve.errors import RequestError
+from mlxserve.types import SamplingParams
 
-def _whole(text: str) -> int:
+
+def whole(text: str) -> int:
+    """A whole number. typer's own message for a wrong one doesn't say what the value was."""
     try:
         return int(text)
     except ValueError:
         raise typer.BadParameter(f"{text!r} isn't a whole number") from None
 
 
-def _number(text: str) -> float:
+def number(text: str) -> float:
+    """A number, and for a wrong one a message that says what the value was."""
     try:
         return float(text)
     except ValueError:
@@ -22,17 +30,16 @@ def _number(text: str) -> float:
 
 _length = partial(typer.Option, rich_help_panel="When to stop")
 _choice = partial(typer.Option, rich_help_panel="How the next token is chosen")
-# typer's own messages for a wrong number don't say what the value was.
-_length_n = partial(_length, parser=_whole, metavar="N")
-_choice_n = partial(_choice, parser=_whole, metavar="N")
-_choice_x = partial(_choice, parser=_number, metavar="X")
+_length_n = partial(_length, parser=whole, metavar="N")
+_choice_n = partial(_choice, parser=whole, metavar="N")
+_choice_x = partial(_choice, parser=number, metavar="X")
 
 Prompt = Annotated[
     str, typer.Option("--prompt", "-p", metavar="TEXT", help="What to answer; - reads stdin.")
 ]
-Model = Annotated[
-    str, typer.Option("--model", "-m", metavar="MODEL", help="A name `pull` knows, or a path.")
-]
+_MODEL = "OWNER/NAME, a name or a path."
+Model = Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help=_MODEL)]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL)]
 System = Annotated[
     str | None, typer.Option("--system", metavar="TEXT", help="Instructions before the prompt.")
 ]
@@ -47,7 +54,7 @@ Stop = Annotated[
 ]
 StopTokenIds = Annotated[
     list[int] | None,
-    _length("--stop-token-id", parser=_whole, metavar="ID", help="End at this token. Repeatable."),
+    _length("--stop-token-id", parser=whole, metavar="ID", help="End at this token. Repeatable."),
 ]
 IgnoreEos = Annotated[bool, _length("--ignore-eos", help="Go on past the model's own end.")]
 
@@ -72,3 +79,63 @@ LogitBias = Annotated[
     list[str] | None,
     _choice("--logit-bias", metavar="ID=VALUE", help="Added to a token's logit. Repeatable."),
 ]
+
+_DEFAULTS = SamplingParams()
+_SAMPLING: dict[str, tuple[Any, Any]] = {
+    "temperature": (Temperature, _DEFAULTS.temperature),
+    "top_k": (TopK, _DEFAULTS.top_k),
+    "top_p": (TopP, _DEFAULTS.top_p),
+    "min_p": (MinP, _DEFAULTS.min_p),
+    "seed": (Seed, None),
+    "repetition_penalty": (RepetitionPenalty, _DEFAULTS.repetition_penalty),
+    "presence_penalty": (PresencePenalty, _DEFAULTS.presence_penalty),
+    "frequency_penalty": (FrequencyPenalty, _DEFAULTS.frequency_penalty),
+    "logit_bias": (LogitBias, None),
+    "max_tokens": (MaxTokens, _DEFAULTS.max_tokens),
+    "min_tokens": (MinTokens, _DEFAULTS.min_tokens),
+    "stop": (Stop, None),
+    "stop_token_ids": (StopTokenIds, None),
+    "ignore_eos": (IgnoreEos, False),
+}
+
+
+def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command all the options above; it gets their values, checked, as `sampling`: a dict.
+
+    So that each is written once, and no command can leave one out.
+    """
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        sampling = {name: values.pop(name) for name in _SAMPLING}
+        command(sampling=_checked(sampling), **values)
+
+    own = [p for p in inspect.signature(command).parameters.values() if p.name != "sampling"]
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
+        for name, (option, default) in _SAMPLING.items()
+    ]
+    run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+    return run
+
+
+def _checked(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Raises RequestError for a wrong value: now, and not after the model has loaded."""
+    sampling["logit_bias"] = _parse_logit_bias(sampling["logit_bias"] or [])
+    sampling["stop"] = tuple(terminal.check_text("--stop", text) for text in sampling["stop"] or ())
+    sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"] or ())
+    SamplingParams(**sampling)
+    return sampling
+
+
+def _parse_logit_bias(pairs: list[str]) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for pair in pairs:
+        token, _, value = pair.partition("=")
+        try:
+            biases[int(token)] = float(value)
+        except ValueError:
+            raise RequestError(
+                f"--logit-bias is {pair!r}; write ID=VALUE, for example 42=-5.5"
+            ) from None
+    return biases

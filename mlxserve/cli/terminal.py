@@ -10,6 +10,11 @@ from mlxserve.errors import RequestError
 if TYPE_CHECKING:
     from rich.progress import TaskID
 
+    from mlxserve.types import Completion
+
+# What a model must not send to a terminal: escape sequences move the cursor and set the clipboard.
+_CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
+
 
 def note(message: str) -> None:
     """Print a line for the person at the terminal."""
@@ -36,6 +41,28 @@ def check_text(name: str, text: str) -> str:
     return text
 
 
+def harmless(text: str) -> str:
+    """`text` without control characters, but for tabs and newlines."""
+    return text.translate(_CONTROLS)
+
+
+def statistics(done: "Completion") -> str:
+    """One line of at most 80 columns: how much, how fast, and why it ended."""
+    usage, speed = done.usage, done.timings
+    parts = [
+        f"{usage.prompt_tokens} prompt tokens{per_second(speed.prefill_tokens_per_s)}",
+        f"{usage.completion_tokens} new{per_second(speed.decode_tokens_per_s)}",
+    ]
+    if speed.ttft_s is not None:
+        parts.append(f"first after {speed.ttft_s:.2f} s")
+    return f"{', '.join(parts)} ({done.finish_reason})"
+
+
+def per_second(rate: float | None) -> str:
+    """` at 12.3/s`, or nothing where there is no rate."""
+    return "" if rate is None else f" at {rate:.1f}/s"
+
+
 def count_bytes(n: int) -> str:
     """A size for people: `87.5 MB`."""
     size = float(n)
@@ -51,13 +78,15 @@ _STAGES = {
     "download": "downloading",
     "check": "checking",
     "unpack": "unpacking",
+    "load": "loading the model",
 }
 
 
 class Progress:
     """A context manager to hand over as `on_progress`: one bar on stderr, gone at the end.
 
-    Where stderr is no terminal it prints each stage's name once; `quiet` prints nothing.
+    Where stderr is no terminal it prints the name of each stage that waits for the network once;
+    `quiet` prints nothing.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -74,9 +103,14 @@ class Progress:
         if self._quiet:
             return
         if not sys.stderr.isatty():
-            if stage != self._stage:
+            if stage != self._stage and stage != "load":
                 note(f"{_STAGES.get(stage, stage)} ...")
             self._stage = stage
+            return
+        if stage == "load":
+            self._stop()
+            self._bars = _spinner(_STAGES[stage])
+            self._bars.start()
             return
         if self._bars is None:
             self._bars = _bars()
@@ -94,8 +128,17 @@ class Progress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
         if self._bars is not None:
             self._bars.stop()
+
+
+def _spinner(text: str) -> Any:
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
 
 
 def _bars() -> Any:

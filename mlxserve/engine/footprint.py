@@ -13,6 +13,7 @@ from mlxserve.cache.manager import group_layers, pages_in_window
 from mlxserve.cache.spec import PAGE_TOKENS
 from mlxserve.cache.storage import page_bytes
 from mlxserve.config import EngineConfig
+from mlxserve.engine.core import default_step_tokens
 from mlxserve.errors import CapacityError
 from mlxserve.memory import GroupShape, plan_cache
 from mlxserve.models import registry
@@ -89,7 +90,8 @@ def footprint(
             shapes,
             free_bytes=limit_bytes - weight_bytes,
             max_batch=engine.max_batch,
-            max_batched_tokens=engine.max_batched_tokens,
+            max_batched_tokens=engine.max_batched_tokens
+            or max(default_step_tokens(), engine.max_batch),
             context_tokens=model.context_tokens,
             page_tokens=PAGE_TOKENS,
         )

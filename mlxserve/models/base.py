@@ -53,11 +53,13 @@ class Model(Protocol):
     """A language model as the engine sees it: lazy functions of tokens, without state.
 
     dtype: of activations, and so of keys and values; set when the weights are.
+    float16_safe: whether its activations stay within float16's 65,504.
     """
 
     vocab_size: int
     context_tokens: int
     dtype: mx.Dtype
+    float16_safe: bool
 
     def layer_specs(self) -> list[LayerSpec]:
         """What each layer keeps in the cache, first layer first."""

@@ -174,6 +174,7 @@ class Gemma3(nn.Module):
         self.vocab_size = c.vocab_size
         self.context_tokens = c.context_tokens
         self.dtype = mx.float32
+        self.float16_safe = False  # the 270M model's residual stream reaches 104,000
         self.model = Trunk(c)
         self.lm_head = None if c.tied else Linear(c.width, c.vocab_size)
 

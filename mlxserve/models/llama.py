@@ -18,19 +18,24 @@ from mlxserve.models.rope import Rope, rope_from_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """The part of config.json that decides the result. window: None where attention is full."""
+    """The part of config.json that decides the result, for every model built of these blocks.
+
+    windows: per layer, how many tokens attention sees; None where it is full.
+    qk_norm: RMS norms on each head's queries and keys, before they are rotated.
+    """
 
     vocab_size: int
     context_tokens: int
-    layers: int
     width: int
     inner: int
     heads: int
     kv_heads: int
     head_dim: int
     eps: float
-    window: int | None
-    attention_bias: bool
+    windows: tuple[int | None, ...]
+    qk_norm: bool
+    qkv_bias: bool
+    output_bias: bool
     mlp_bias: bool
     tied: bool
     rope: Rope
@@ -47,18 +52,21 @@ def read_config(config: Mapping[str, Any]) -> LlamaConfig:
     head_dim = reader.integer("head_dim", width // heads)
     context_tokens = reader.integer("max_position_embeddings")
     reader.only("hidden_act", "silu")
+    layers = reader.integer("num_hidden_layers")
+    bias = reader.flag("attention_bias", False)
     parsed = LlamaConfig(
         vocab_size=reader.integer("vocab_size"),
         context_tokens=context_tokens,
-        layers=reader.integer("num_hidden_layers"),
         width=width,
         inner=reader.integer("intermediate_size"),
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         eps=reader.number("rms_norm_eps", 1e-6),
-        window=_window(reader, config) if mistral else None,
-        attention_bias=reader.flag("attention_bias", False),
+        windows=((_window(reader, config) if mistral else None),) * layers,
+        qk_norm=False,
+        qkv_bias=bias,
+        output_bias=bias,
         mlp_bias=reader.flag("mlp_bias", False),
         tied=reader.flag("tie_word_embeddings", False),
         rope=rope_from_config(reader, head_dim=head_dim, context_tokens=context_tokens),
@@ -82,16 +90,21 @@ class Attention(nn.Module):
         self.head_dim = c.head_dim
         self.scale = c.head_dim**-0.5
         self.rope = c.rope
-        self.q_proj = Linear(c.width, c.heads * c.head_dim, bias=c.attention_bias)
-        self.k_proj = Linear(c.width, c.kv_heads * c.head_dim, bias=c.attention_bias)
-        self.v_proj = Linear(c.width, c.kv_heads * c.head_dim, bias=c.attention_bias)
-        self.o_proj = Linear(c.heads * c.head_dim, c.width, bias=c.attention_bias)
+        self.q_proj = Linear(c.width, c.heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = Linear(c.width, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = Linear(c.width, c.kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.o_proj = Linear(c.heads * c.head_dim, c.width, bias=c.output_bias)
+        self.q_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else None
 
     def __call__(self, x: mx.array, positions: mx.array, layer: LayerView) -> mx.array:
         T = x.shape[0]
-        q = self.rope(self.q_proj(x).reshape(T, -1, self.head_dim), positions)
-        k = self.rope(self.k_proj(x).reshape(T, -1, self.head_dim), positions)
+        q = self.q_proj(x).reshape(T, -1, self.head_dim)
+        k = self.k_proj(x).reshape(T, -1, self.head_dim)
         v = self.v_proj(x).reshape(T, -1, self.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self.rope(q, positions), self.rope(k, positions)
         out = layer.attend(q, k, v, scale=self.scale)
         return self.o_proj(out.reshape(T, -1))
 
@@ -118,7 +131,7 @@ class Trunk(nn.Module):
         super().__init__()
         gate = make_gate("silu")
         self.embed_tokens = Embedding(c.vocab_size, c.width)
-        self.layers = [Block(c, gate) for _ in range(c.layers)]
+        self.layers = [Block(c, gate) for _ in c.windows]
         self.norm = RMSNorm(c.width, c.eps)
 
     def __call__(self, ids: mx.array, view: View) -> mx.array:
@@ -137,14 +150,17 @@ class Llama(nn.Module):
         self.vocab_size = c.vocab_size
         self.context_tokens = c.context_tokens
         self.dtype = mx.float32
+        self.float16_safe = True
         self.model = Trunk(c)
         self.lm_head = None if c.tied else Linear(c.width, c.vocab_size)
 
     def layer_specs(self) -> list[LayerSpec]:
         c = self.config
-        if c.window is None:
-            return [FullKV(c.kv_heads, c.head_dim)] * c.layers
-        return [WindowKV(c.kv_heads, c.head_dim, c.window)] * c.layers
+        full = FullKV(c.kv_heads, c.head_dim)
+        return [
+            full if window is None else WindowKV(c.kv_heads, c.head_dim, window)
+            for window in c.windows
+        ]
 
     def __call__(self, ids: mx.array, view: View) -> mx.array:
         return self.model(ids, view)

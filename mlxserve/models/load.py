@@ -51,7 +51,13 @@ def load_model(
     pending = _tidy(weights, tied=HEAD not in expected)
     _check(expected, pending)
     pending = model.sanitize(pending)
-    dtype = compute_dtype or activation_dtype(pending, metal=mx.metal.is_available())
+    if compute_dtype is not None and compute_dtype == mx.float16 and not model.float16_safe:
+        raise ModelError(
+            f"{config.get('model_type')} overflows float16; use bfloat16 or float32 to compute in"
+        )
+    dtype = compute_dtype or activation_dtype(
+        pending, metal=mx.metal.is_available(), float16_safe=model.float16_safe
+    )
     weights.clear()
     for names in _groups(expected):
         if cancelled():
@@ -67,20 +73,25 @@ def load_model(
     return model
 
 
-def activation_dtype(weights: Weights, *, metal: bool) -> mx.Dtype:
+def activation_dtype(weights: Weights, *, metal: bool, float16_safe: bool = True) -> mx.Dtype:
     """The dtype to compute in: float32 on CPU; on Metal the one most numbers are stored in.
 
     Packed weights count by their scales. One dtype for all, since a stray float32 tensor (such as a
-    GGUF's norms) would widen every activation after it.
+    GGUF's norms) would widen every activation after it. bfloat16 stands in for float16 where the
+    model's activations would overflow it.
     """
     if not metal:
         return mx.float32
     numbers: Counter[mx.Dtype] = Counter()
     for value in weights.values():
         for array in _arrays(value):
-            if array.dtype in COMPUTE_DTYPES:
-                numbers[array.dtype] += array.size
-    return numbers.most_common(1)[0][0] if numbers else mx.float16
+            dtype = array.dtype
+            if isinstance(value, PackedWeight) and dtype == mx.float32:
+                dtype = mx.float16  # the scales of a GGUF's K types: a float16 times an integer
+            if dtype in COMPUTE_DTYPES:
+                numbers[dtype] += array.size
+    dtype = numbers.most_common(1)[0][0] if numbers else mx.float16
+    return mx.bfloat16 if dtype == mx.float16 and not float16_safe else dtype
 
 
 def _arrays(value: mx.array | PackedWeight) -> list[mx.array]:

@@ -12,6 +12,8 @@ MODULES = {
     "gemma3_text": "mlxserve.models.gemma3_text",
     "llama": "mlxserve.models.llama",
     "mistral": "mlxserve.models.llama",
+    "qwen2": "mlxserve.models.qwen",
+    "qwen3": "mlxserve.models.qwen",
 }
 
 

@@ -1,16 +1,21 @@
 """Opening a model on disk, whatever its form: config and weights under Hugging Face's names."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import mlx.core as mx
 
+from mlxserve.errors import RequestError
 from mlxserve.kernels.quantized import PackedWeight
 from mlxserve.sources import directory, gguf_names, gguf_quant, mlx_quant, safetensors
 from mlxserve.sources.gguf import MAGIC, GGUFFile, read_gguf
+from mlxserve.sources.gguf_quant import Q6K
 from mlxserve.sources.report import damaged, show, unsupported
+
+logger = logging.getLogger(__name__)
 
 Weights = dict[str, mx.array | PackedWeight]
 
@@ -41,18 +46,23 @@ class Checkpoint:
         return self.load()
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, *, gguf_q6_k: Q6K = "8bit") -> Checkpoint:
     """Open a `.gguf` file or a model directory (Hugging Face's or MLX's layout).
 
+    gguf_q6_k: what a GGUF file's Q6_K tensors become, for which MLX has no equal: the nearest
+        "8bit" form or float16 ("16bit"). `weights()` logs how near that was.
+
     Only headers are read; what they say is checked against the files' sizes, so a file cut short is
-    found here. Raises ModelError, in one line with the fix, for anything that can't be loaded
-    exactly.
+    found here. Raises ModelError, in one line with the fix, for anything else that can't be loaded
+    exactly; RequestError for another gguf_q6_k.
     """
+    if gguf_q6_k not in get_args(Q6K):
+        raise RequestError(f"gguf_q6_k is {show(gguf_q6_k)}; use one of {', '.join(get_args(Q6K))}")
     try:
         if path.is_dir():
             return _open_directory(path)
         if path.is_file():
-            return _open_file(path)
+            return _open_file(path, gguf_q6_k)
         exists = path.exists()
     except OSError as e:
         raise unsupported(path, f"{e.strerror}; check the path and its permissions") from None
@@ -61,7 +71,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise unsupported(path, "there is no such file or directory; check the path")
 
 
-def _open_file(path: Path) -> Checkpoint:
+def _open_file(path: Path, q6_k: Q6K) -> Checkpoint:
     with path.open("rb") as f:
         magic = f.read(len(MAGIC))
     if magic != MAGIC and path.suffix != ".gguf":
@@ -74,18 +84,31 @@ def _open_file(path: Path) -> Checkpoint:
     for t in tensors:
         gguf_quant.check_tensor(file, t.tensor)
     return Checkpoint(
-        path, config, file.metadata, file.size_bytes, lambda: _gguf_weights(file, tensors)
+        path, config, file.metadata, file.size_bytes, lambda: _gguf_weights(file, tensors, q6_k)
     )
 
 
-def _gguf_weights(file: GGUFFile, tensors: list[gguf_names.NamedTensor]) -> Weights:
+def _gguf_weights(file: GGUFFile, tensors: list[gguf_names.NamedTensor], q6_k: Q6K) -> Weights:
     weights: Weights = {}
+    errors: list[float] = []
     for t in tensors:
         order = gguf_names.row_order(t.tensor.shape[0], t.heads) if t.heads else None
-        value = gguf_quant.to_mlx(file, t.tensor, order)
+        value, error = gguf_quant.to_mlx(file, t.tensor, order, q6_k=q6_k)
+        if t.tensor.type == "Q6_K":
+            errors.append(error)
         if t.plus_one and not isinstance(value, PackedWeight):
             value = value - 1
         weights[t.name] = value
+    if errors:
+        logger.warning(
+            "%s: %d Q6_K tensors were converted to %s; the largest error is %.2g%% of the range of "
+            "32 weights%s",
+            file.path.name,
+            len(errors),
+            q6_k.replace("bit", " bits"),
+            100 * max(errors),
+            "; gguf_q6_k='16bit' is more exact" if q6_k == "8bit" else "",
+        )
     return weights
 
 

@@ -83,8 +83,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def inside(root: Path, name: str) -> Path:
     """The regular file `name` of the directory, which may not lead out of it.
 
-    A Hub cache keeps its files in `blobs/`, with links from `snapshots/<revision>/`: that is the
-    one place outside which a link may point to. Raises ModelError.
+    A Hub cache keeps its files in `blobs/` of the repo or of the cache, with links from
+    `snapshots/<revision>/`: those are the places outside that a link may point to. Raises
+    ModelError.
     """
     path = root / name
     try:
@@ -93,7 +94,8 @@ def inside(root: Path, name: str) -> Path:
         raise unsupported(path, "the file is missing; download the model again") from None
     allowed = [home]
     if home.parent.name == "snapshots":
-        allowed.append(home.parent.parent / "blobs")
+        repo = home.parent.parent
+        allowed += [repo / "blobs", repo.parent / "blobs"]  # the second is shared between repos
     if not any(real.is_relative_to(place) for place in allowed):
         raise unsupported(path, f"it leads out of its directory, to {real}; copy the file into it")
     if not real.is_file():

@@ -52,6 +52,11 @@ LLAMA_NAMES: dict[str, str] = {
     "ffn_down": "mlp.down_proj",
 }
 
+QWEN3_NAMES: dict[str, str] = LLAMA_NAMES | {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+}
+
 GEMMA3_NAMES: dict[str, str] = LLAMA_NAMES | {
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -108,11 +113,15 @@ def describe(file: GGUFFile) -> tuple[dict[str, Any], list[NamedTensor]]:
             config, names = _llama(keys), LLAMA_NAMES
         case "gemma3":
             config, names = _gemma3(keys), GEMMA3_NAMES
+        case "qwen2":
+            config, names = _qwen(keys, "qwen2"), LLAMA_NAMES
+        case "qwen3":
+            config, names = _qwen(keys, "qwen3"), QWEN3_NAMES
         case _:
             raise unsupported(
                 file.path,
-                f"GGUF architecture {show(arch)} is not supported; llama and gemma3 are. Other "
-                "models load from a Hugging Face directory",
+                f"GGUF architecture {show(arch)} is not supported; gemma3, llama, qwen2 and qwen3 "
+                "are. Other models load from a Hugging Face directory",
             )
     keys.finish()
     tensors = [
@@ -143,7 +152,8 @@ def _named(
             "layers as this version knows it; convert the model again",
         )
     gemma = config["model_type"] == "gemma3_text"
-    if gemma or not name.endswith(("q_proj", "k_proj")):
+    interleaved = config["model_type"] in ("llama", "mistral")
+    if not interleaved or not name.endswith(("q_proj", "k_proj")):
         return NamedTensor(f"{name}.{kind}", tensor, plus_one=gemma and "norm" in name)
     count = heads if name.endswith("q_proj") else kv_heads
     if tensor.shape[0] != count * head_dim:
@@ -231,6 +241,17 @@ def _llama(keys: Keys) -> dict[str, Any]:
         config["model_type"] = "mistral"
         config["sliding_window"] = keys.integer("attention.sliding_window")
     return config
+
+
+def _qwen(keys: Keys, model_type: str) -> dict[str, Any]:
+    """Both Qwens. llama.cpp's have no sliding window, and no biases in Qwen 3."""
+    return _common(keys) | {
+        "model_type": model_type,
+        "hidden_act": "silu",
+        "rope_theta": keys.real("rope.freq_base", 10000.0),
+        "rope_scaling": _rope_scaling(keys),
+        "tie_word_embeddings": "output.weight" not in keys.file.tensors,
+    }
 
 
 def _gemma3(keys: Keys) -> dict[str, Any]:

@@ -1,32 +1,57 @@
-"""GGUF tensor data -> MLX arrays. Blocks of 32 weights become MLX's affine groups of 32, exactly.
+"""GGUF tensor data -> MLX arrays; quantised types become MLX's affine groups of 32.
 
 A Q4_1 block is `d, m` (float16) and 16 bytes, x = d * q + m; a Q4_0 block is `d` and 16 bytes,
-x = d * (q - 8); a Q8_0 block is `d` and 32 signed bytes, x = d * q. In the 4-bit blocks, byte j
-holds weight j in its low half and weight j + 16 in its high half; MLX wants neighbours in one byte.
-(Source: ggml's `ggml-common.h` and `dequantize_row_*`.)
+x = d * (q - 8). Byte j holds weight j in its low half and weight j + 16 in its high half. Q5_0 and
+Q5_1 (x = d * (q - 16), x = d * q + m) have 4 bytes of fifth bits before these 16. A Q8_0 block is
+`d` and 32 signed bytes, x = d * q. (Source: ggml's `ggml-common.h` and `dequantize_row_*`.) All of
+these convert exactly; for Q4_K, Q5_K and Q6_K see `gguf_kquants`.
 """
+
+from collections.abc import Callable, Iterator
+from typing import Literal, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from mlxserve.errors import ModelError
 from mlxserve.kernels.quantized import PackedWeight
+from mlxserve.sources import gguf_kquants
 from mlxserve.sources.gguf import GGUFFile, GGUFTensor
+from mlxserve.sources.gguf_bits import (
+    GROUP,
+    Affine,
+    fifth_bits,
+    halves,
+    nibble_words,
+    nibbles,
+    pack,
+)
 from mlxserve.sources.report import damaged, show, unsupported
 
+Q6K = Literal["8bit", "16bit"]
+
 PLAIN = ("F32", "F16", "BF16")
-QUANTISED = ("Q4_0", "Q4_1", "Q8_0")
-GROUP = 32
+CHUNK_BYTES = 1 << 20  # converted at a time, as a Q6_K weight needs 20 bytes on the way
+
+
+class Converted(NamedTuple):
+    """A tensor in MLX. error: the largest difference from the file's values, relative to the range
+    of its group of 32; 0 where all are equal."""
+
+    value: mx.array | PackedWeight
+    error: float = 0.0
 
 
 def check_tensor(file: GGUFFile, tensor: GGUFTensor) -> None:
     """Raise ModelError if `to_mlx` could not convert the tensor; looks at no data."""
-    if tensor.type not in PLAIN + QUANTISED:
+    known = (*PLAIN, *_QUANTISED)
+    if tensor.type not in known:
         raise unsupported(
             file.path,
             f"tensor {show(tensor.name)} has type {tensor.type}; this version reads "
-            f"{', '.join(PLAIN + QUANTISED)}, so take the model in one of these (Q4_1 or Q8_0)",
+            f"{', '.join(known)}, so take the model in one of these (Q4_K_M or Q8_0)",
         )
-    if tensor.type in QUANTISED and len(tensor.shape) != 2:
+    if tensor.type in _QUANTISED and len(tensor.shape) != 2:
         raise unsupported(
             file.path,
             f"tensor {show(tensor.name)} is {tensor.type} of shape {tensor.shape}; quantised "
@@ -37,74 +62,125 @@ def check_tensor(file: GGUFFile, tensor: GGUFTensor) -> None:
 
 
 def to_mlx(
-    file: GGUFFile, tensor: GGUFTensor, rows: np.ndarray | None = None
-) -> mx.array | PackedWeight:
+    file: GGUFFile, tensor: GGUFTensor, rows: np.ndarray | None = None, *, q6_k: Q6K = "8bit"
+) -> Converted:
     """The tensor in its own precision.
 
     rows: `[N]` integers; row i of the result is row rows[i] of the file (rows are independent, so a
     quantised matrix is reordered without loss). F32, F16 and BF16 become arrays of `tensor.shape`;
-    Q4_0, Q4_1 and Q8_0 a PackedWeight with float16 scales and biases whose float32 values equal the
-    file's exactly. Raises ModelError for another type, or for scales that are not finite.
+    quantised types a PackedWeight whose float32 values equal the file's: scales and biases are
+    float16, or float32 for K types. Only Q6_K differs: it becomes the nearest 8-bit PackedWeight,
+    or with q6_k="16bit" a float16 array. Raises ModelError for another type, or for scales that are
+    not finite.
     """
     check_tensor(file, tensor)
     raw = file.raw(tensor).reshape(tensor.shape[0], -1)
+    if tensor.type not in PLAIN and not (tensor.type == "Q6_K" and q6_k == "16bit"):
+        return _packed(file, tensor, raw, rows)
     if rows is not None:
         raw = raw[rows]
     match tensor.type:
         case "F32":
-            return mx.array(raw.view("<f4").reshape(tensor.shape))
+            return Converted(mx.array(raw.view("<f4").reshape(tensor.shape)))
         case "F16":
-            return mx.array(raw.view("<f2").reshape(tensor.shape))
+            return Converted(mx.array(raw.view("<f2").reshape(tensor.shape)))
         case "BF16":
-            return mx.array(raw.view("<u2").reshape(tensor.shape)).view(mx.bfloat16)
-        case "Q8_0":
-            words, scales, biases = _q8_0(raw)
-        case "Q4_0":
-            words, scales, biases = _q4_0(raw)
+            words = mx.array(raw.view("<u2").reshape(tensor.shape))
+            return Converted(words.view(mx.bfloat16))
         case _:
-            words, scales, biases = _q4_1(raw)
+            return _float16(file, tensor, raw)
+
+
+def _packed(
+    file: GGUFFile, tensor: GGUFTensor, raw: np.ndarray, rows: np.ndarray | None
+) -> Converted:
+    convert = _QUANTISED[tensor.type]
+    whole: list[np.ndarray] = []
+    bits, error = 0, 0.0
+    with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found below
+        for start, chunk in _chunks(raw, rows):
+            part = convert(chunk)
+            arrays = (part.words, part.scales, part.biases)
+            whole = whole or [np.empty((len(raw), a.shape[1]), a.dtype) for a in arrays]
+            for target, source in zip(whole, arrays, strict=True):
+                target[start : start + len(chunk)] = source
+            bits, error = part.bits, max(error, part.error)
+    words, scales, biases = whole
     if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
-        raise damaged(
-            file.path, f"tensor {show(tensor.name)} has scales that are not finite in float16"
-        )
-    bits = 8 if tensor.type == "Q8_0" else 4
-    return PackedWeight(mx.array(words), mx.array(scales), mx.array(biases), bits, GROUP)
+        raise _not_finite(file, tensor)
+    packed = PackedWeight(mx.array(words), mx.array(scales), mx.array(biases), bits, GROUP)
+    return Converted(packed, error)
 
 
-def _half(blocks: np.ndarray, at: int) -> np.ndarray:
-    """The float16 at byte `at` of every block `[N, groups, bytes]` -> `[N, groups]`."""
-    return np.ascontiguousarray(blocks[..., at : at + 2]).view("<f2")[..., 0]
+def _float16(file: GGUFFile, tensor: GGUFTensor, raw: np.ndarray) -> Converted:
+    values, error = np.empty(tensor.shape, np.float16), 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start, chunk in _chunks(raw, None):
+            exact = gguf_kquants.q6_k_dense(chunk)
+            rounded = values[start : start + len(chunk)] = exact.astype(np.float16)
+            groups = exact.reshape(-1, GROUP)
+            off = np.abs(rounded.reshape(-1, GROUP) - groups).max(-1)
+            spread = np.maximum(np.ptp(groups, axis=-1), np.finfo(np.float32).tiny)
+            error = max(error, float((off / spread).max()))
+    if not np.isfinite(values).all():
+        raise _not_finite(file, tensor)
+    return Converted(mx.array(values), error)
 
 
-def _nibbles(blocks: np.ndarray, at: int) -> np.ndarray:
-    """16 bytes of every block `[N, groups, bytes]`, reordered: uint32 `[N, groups * 4]`.
-
-    Two neighbouring bytes are read as one number: its low halves are weights 2b and 2b + 1, its
-    high halves 2b + 16 and 2b + 17.
-    """
-    pairs = np.ascontiguousarray(blocks[..., at : at + 16]).view("<u2")
-    out = np.empty((*pairs.shape[:2], 16), np.uint8)
-    out[..., :8] = (pairs & 0x0F) | ((pairs >> 4) & 0xF0)
-    out[..., 8:] = ((pairs >> 4) & 0x0F) | ((pairs >> 8) & 0xF0)
-    return out.reshape(len(out), -1).view("<u4")
+def _chunks(raw: np.ndarray, rows: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:
+    """Some rows of `[N, bytes]` at a time, in the order of `rows`, and where they begin."""
+    step = max(1, CHUNK_BYTES // raw.shape[1])
+    for start in range(0, len(raw), step):
+        some = slice(start, start + step)
+        yield start, raw[some] if rows is None else raw[rows[some]]
 
 
-def _q4_1(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    blocks = raw.reshape(len(raw), -1, 20)
-    return _nibbles(blocks, 4), _half(blocks, 0), _half(blocks, 2)
+def _not_finite(file: GGUFFile, tensor: GGUFTensor) -> ModelError:
+    return damaged(file.path, f"tensor {show(tensor.name)} has scales that are not finite")
 
 
-def _q4_0(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _q4_0(raw: np.ndarray) -> Affine:
     blocks = raw.reshape(len(raw), -1, 18)
-    scales = _half(blocks, 0)
-    with np.errstate(over="ignore"):
-        return _nibbles(blocks, 2), scales, scales * np.float16(-8)
+    scales = halves(blocks, 0)
+    return Affine(nibble_words(blocks[..., 2:]), scales, scales * np.float16(-8), 4)
 
 
-def _q8_0(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _q4_1(raw: np.ndarray) -> Affine:
+    blocks = raw.reshape(len(raw), -1, 20)
+    return Affine(nibble_words(blocks[..., 4:]), halves(blocks, 0), halves(blocks, 2), 4)
+
+
+def _q5_0(raw: np.ndarray) -> Affine:
+    blocks = raw.reshape(len(raw), -1, 22)
+    scales = halves(blocks, 0)
+    return Affine(_q5(blocks[..., 2:]), scales, scales * np.float16(-16), 5)
+
+
+def _q5_1(raw: np.ndarray) -> Affine:
+    blocks = raw.reshape(len(raw), -1, 24)
+    return Affine(_q5(blocks[..., 4:]), halves(blocks, 0), halves(blocks, 2), 5)
+
+
+def _q8_0(raw: np.ndarray) -> Affine:
     """q is signed: flipping its top bit adds 128, which the bias takes off again."""
     blocks = raw.reshape(len(raw), -1, 34)
-    scales = _half(blocks, 0)
+    scales = halves(blocks, 0)
     words = (blocks[..., 2:] ^ np.uint8(0x80)).reshape(len(raw), -1).view("<u4")
-    with np.errstate(over="ignore"):
-        return words, scales, scales * np.float16(-128)
+    return Affine(words, scales, scales * np.float16(-128), 8)
+
+
+def _q5(packed: np.ndarray) -> np.ndarray:
+    q = nibbles(packed[..., 4:]).reshape(len(packed), -1)
+    return pack(q | fifth_bits(packed[..., :4]).reshape(len(packed), -1), 5)
+
+
+_QUANTISED: dict[str, Callable[[np.ndarray], Affine]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": gguf_kquants.q4_k,
+    "Q5_K": gguf_kquants.q5_k,
+    "Q6_K": gguf_kquants.q6_k,
+}

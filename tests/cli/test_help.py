@@ -7,14 +7,14 @@ import pytest
 
 from mlxserve.types import SamplingParams
 
-HEAVY = ("mlx", "numpy", "jinja2", "tokenizers", "torch", "transformers", "rich")
+HEAVY = ("mlx", "numpy", "jinja2", "tokenizers", "torch", "transformers", "rich", "prompt_toolkit")
 
 
 def test_help_lists_the_commands(cli):
     done = cli("--help")
     assert done.code == 0
     assert done.stderr == ""
-    for command in ("generate", "pull", "ls", "doctor"):
+    for command in ("generate", "chat", "eval", "pull", "ls", "rm", "doctor"):
         assert f"\n  {command} " in done.stdout
     assert "mlxserve generate --prompt" in done.stdout
 
@@ -53,7 +53,21 @@ def test_generate_help_teaches(here):
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("args", [["--help"], ["generate", "--help"]])
+@pytest.mark.parametrize("command", ["chat", "eval"])
+def test_help_fits_the_screen(here, command):
+    done = here(command, "--help")
+    assert done.code == 0
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "[default: smollm2-135m]" in done.stdout
+
+
+def test_chat_takes_every_option_of_sampling(here):
+    shown = here("chat", "--help").stdout
+    for option in ("--temperature", "--seed", "--logit-bias", "--max-tokens", "--stop-token-id"):
+        assert option in shown
+
+
+@pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["chat", "--help"]])
 def test_help_imports_nothing_heavy(cli, args):
     done = cli.python(f"""
 import sys

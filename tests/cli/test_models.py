@@ -1,4 +1,4 @@
-"""`pull` and `ls`, without the network."""
+"""`pull`, `ls` and `rm` of the catalog's models, without the network."""
 
 import pytest
 
@@ -13,6 +13,14 @@ def pulled(tmp_path, smollm2_gguf):
     path = folder / CATALOG["smollm2-135m"].file_name
     path.symlink_to(smollm2_gguf)
     return path
+
+
+@pytest.fixture(autouse=True)
+def _empty_hub_cache(tmp_path, monkeypatch):
+    """The models that the person who runs the tests has must not show up."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 def test_ls_without_models(here):
@@ -32,8 +40,8 @@ def test_ls(here, pulled):
     assert done.code == 0
     assert done.stderr == ""
     heading, row = done.stdout.splitlines()
-    assert heading.split() == ["NAME", "SIZE", "PATH"]
-    assert row.split() == ["smollm2-135m", "98.4", "MB", str(pulled)]
+    assert heading.split() == ["NAME", "SIZE", "TYPE", "PATH"]
+    assert row.split() == ["smollm2-135m", "98.4", "MB", "gguf", str(pulled)]
 
 
 @pytest.mark.real
@@ -81,3 +89,34 @@ def test_home_that_is_a_file(here, tmp_path):
     assert done.stderr.startswith("error: ")
     assert "MLXSERVE_HOME" in done.stderr
     assert (tmp_path / "home").is_file()
+
+
+@pytest.mark.real
+def test_rm(here, pulled, smollm2_gguf):
+    done = here("rm", "smollm2-135m")
+    assert (done.code, done.stdout) == (2, "")
+    assert "no terminal to ask at; smollm2-135m: add --yes" in done.stderr
+    assert pulled.exists()
+    done = here("rm", "smollm2-135m", "--yes")
+    assert (done.code, done.stdout) == (0, "")
+    assert done.stderr.startswith("removed smollm2-135m, ")
+    assert not pulled.is_symlink()
+    assert smollm2_gguf.exists()
+    assert "is not on this machine" in here("rm", "smollm2-135m", "--yes").stderr
+
+
+@pytest.mark.parametrize("name", [".", "/", "..", "~", "./x", "smollm3", "", "a/../..", "a/b\\c"])
+def test_rm_takes_names_only(here, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").write_text("")
+    done = here("rm", name, "--yes")
+    assert done.code == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert (tmp_path / "x").exists()
+
+
+def test_pull_of_a_path(here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.gguf").write_text("")
+    assert "already here; give a name" in here("pull", "./m.gguf").stderr

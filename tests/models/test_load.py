@@ -84,8 +84,10 @@ def bf16(weights: dict) -> dict:
     return {name: w.astype(mx.bfloat16) for name, w in weights.items()}
 
 
-@pytest.mark.parametrize("make", [tiny_llama, tiny_gemma3])
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(tiny_llama, mx.float16), (tiny_llama, mx.bfloat16), (tiny_gemma3, mx.bfloat16)],
+)
 def test_one_dtype_from_end_to_end(make, dtype):
     tiny, ids = make(), prompt(24)
     packed = pack(tiny.weights, **FORMATS["affine8"])
@@ -229,3 +231,20 @@ def test_weights_that_do_not_fit(change, message):
         load_model(tiny.config, weights)
     assert "\n" not in str(caught.value)
     assert len(weights) == count, "a refused load leaves the caller's weights alone"
+
+
+def test_gemma_computes_in_bfloat16_where_float16_would_overflow():
+    weights = {"a": mx.zeros((4, 4), mx.float16)}
+    assert activation_dtype(weights, metal=True, float16_safe=True) == mx.float16
+    assert activation_dtype(weights, metal=True, float16_safe=False) == mx.bfloat16
+    assert activation_dtype(weights, metal=False, float16_safe=False) == mx.float32
+    tiny = tiny_gemma3()
+    with pytest.raises(ModelError, match="gemma3_text overflows float16; use bfloat16"):
+        load_model(tiny.config, dict(tiny.weights), compute_dtype=mx.float16)
+
+
+def test_float32_scales_of_packed_weights_count_as_sixteen_bits():
+    """A GGUF's K types keep float32 scales; Metal still computes in 16 bits."""
+    w = mx.random.normal((64, 64))
+    weights = {"a": PackedWeight(*mx.quantize(w, 32, 4), 4, 32)}
+    assert activation_dtype(weights, metal=True) == mx.float16

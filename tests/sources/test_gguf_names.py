@@ -269,7 +269,7 @@ def test_a_vocabulary_larger_than_the_embedding_is_damage(make):
 
 
 def test_other_architectures_are_refused_by_name(make):
-    refused(make, "'mamba'", "llama and gemma3", arch="mamba")
+    refused(make, "'mamba'", "gemma3, llama, qwen2 and qwen3", arch="mamba")
 
 
 def test_splits_are_refused(tmp_path):

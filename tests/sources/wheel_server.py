@@ -8,16 +8,17 @@ from pathlib import Path
 
 
 class WheelServer(ThreadingHTTPServer):
-    """Serves one wheel to `pip --find-links`. `go` cleared: half of it, the rest when it is set.
+    """Serves wheels to `pip --find-links`. `go` cleared: half of the last, the rest when it is set.
 
-    wheels: how often the wheel was asked for; gone: set once a client has left in the middle.
+    wheels: how often a wheel was asked for; gone: set once a client has left in the middle.
     """
 
     daemon_threads = True
 
-    def __init__(self, wheel: Path) -> None:
+    def __init__(self, *files: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.wheel = wheel
+        self.files = {file.name: file for file in files}
+        self.last = files[-1].name
         self.wheels = 0
         self.go = threading.Event()
         self.half = threading.Event()
@@ -38,17 +39,20 @@ class WheelServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        if not self.path.endswith(".whl"):
-            page = f'<!DOCTYPE html><a href="{self.server.wheel.name}">wheel</a>'.encode()
+        name = self.path.removeprefix("/")
+        if name not in self.server.files:
+            links = [f'<a href="{file}">wheel</a>' for file in self.server.files]
+            page = f"<!DOCTYPE html>{''.join(links)}".encode()
             self.answer("text/html", len(page))
             self.wfile.write(page)
             return
         self.server.wheels += 1
-        data = self.server.wheel.read_bytes()
+        data = self.server.files[name].read_bytes()
         self.answer("application/octet-stream", len(data))
         self.wfile.write(data[: len(data) // 2])
-        self.server.half.set()
-        while not self.server.go.wait(0.05):
+        if name == self.server.last:
+            self.server.half.set()
+        while name == self.server.last and not self.server.go.wait(0.05):
             self.connection.settimeout(0.01)
             try:
                 if not self.connection.recv(1):  # the client has closed its end
@@ -73,8 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(wheel: Path) -> Iterator[WheelServer]:
-    with WheelServer(wheel) as server:
+def serving(*files: Path) -> Iterator[WheelServer]:
+    with WheelServer(*files) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:

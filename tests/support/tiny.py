@@ -50,6 +50,17 @@ def tiny_gemma3(seed: int = 0, **overrides: Any) -> Tiny:
     return _tiny(transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM, seed, overrides)
 
 
+def tiny_qwen2(seed: int = 0, **overrides: Any) -> Tiny:
+    """As `tiny_llama`, with biases on queries, keys and values."""
+    return _tiny(transformers.Qwen2Config, transformers.Qwen2ForCausalLM, seed, overrides)
+
+
+def tiny_qwen3(seed: int = 0, **overrides: Any) -> Tiny:
+    """As `tiny_llama`, with norms on queries and keys, and heads of 24: wider than the stream."""
+    overrides = {"head_dim": 24, **overrides}
+    return _tiny(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, seed, overrides)
+
+
 def prompt(tokens: int = 64, seed: int = 1) -> np.ndarray:
     """Random ids, int32 `[tokens]`."""
     ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE, tokens)

@@ -1,4 +1,4 @@
-"""The default model's tokenizer, against ids that llama.cpp gave (goldens/make_smollm2.py)."""
+"""Real models' tokenizers, against ids that llama.cpp gave (goldens/make_*.py)."""
 
 import json
 from pathlib import Path
@@ -62,3 +62,21 @@ def test_the_models_own_template_and_ends(tokenizer: Tokenizer):
     ends = {tokenizer.token_bytes(token) for token in tokenizer.eos_ids}
     assert ends == {b"<|im_end|>", b"<|endoftext|>"}
     assert tokenizer.vocab_size == 49152
+
+
+def test_gemma3s_ids_are_llama_cpps(gemma3_gguf: Path):
+    """SentencePiece's scores, for 262144 tokens."""
+    from mlxserve.sources.gguf import read_gguf
+
+    cases = json.loads((GOLDENS / "gemma3_tokens.json").read_text(encoding="utf-8"))["cases"]
+    tokenizer = Tokenizer.from_gguf(read_gguf(gemma3_gguf).metadata)
+    assert len(cases) >= 300
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text, _ in cases]
+    assert encoded == [ids for _, ids in cases]
+    special = [tokenizer.token_bytes(token).decode() for token in tokenizer.special_ids]
+    for text, ids in cases:
+        if not any(name in text for name in special):
+            assert tokenizer.decode(ids) == text.replace("\u2581", " ")
+    ends = {tokenizer.token_bytes(token) for token in tokenizer.eos_ids}
+    assert ends == {b"<eos>", b"<end_of_turn>"}
+    assert tokenizer.encode("") == [tokenizer.bos_id]

@@ -10,13 +10,19 @@ from hypothesis import strategies as st
 from mlxserve.errors import RequestError
 from mlxserve.text.stream import StreamDecoder, TextStream
 from mlxserve.text.tokenizer import Tokenizer
+from tests.text.spm_training import SPM_KINDS, save_model, spm_metadata
 from tests.text.support import any_text, refused
 from tests.text.training import KINDS, save
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, *SPM_KINDS, "gguf_scores"])
 def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
-    return Tokenizer.from_directory(save(KINDS[request.param](), tmp_path_factory.mktemp("model")))
+    path = tmp_path_factory.mktemp("model")
+    if request.param == "gguf_scores":
+        return Tokenizer.from_gguf(spm_metadata("llama"))
+    if request.param in SPM_KINDS:
+        return Tokenizer.from_directory(save_model(request.param, path))
+    return Tokenizer.from_directory(save(KINDS[request.param](), path))
 
 
 @pytest.fixture(scope="module")

@@ -129,6 +129,17 @@ def test_template_files_replace_the_configs(tmp_path: Path):
     assert tokenizer.render_chat([{"role": "user", "content": "x"}]) == "new <s>é"
 
 
+def test_an_older_template_file_lies_between_the_config_and_the_newer_file(tmp_path: Path):
+    save(byte_level(), tmp_path, chat_template="config")
+    write_json(tmp_path / "chat_template.json", {"chat_template": "older"})
+    assert Tokenizer.from_directory(tmp_path).chat_templates == {"default": "older"}
+    named = [{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}]
+    write_json(tmp_path / "chat_template.json", {"chat_template": named})
+    assert Tokenizer.from_directory(tmp_path).chat_templates == {"default": "a", "rag": "b"}
+    (tmp_path / "chat_template.jinja").write_text("newer")
+    assert Tokenizer.from_directory(tmp_path).chat_templates == {"default": "newer", "rag": "b"}
+
+
 def test_tokens_only_the_config_declares_are_added(tmp_path: Path):
     backend = byte_level()
     n = backend.get_vocab_size()
@@ -161,7 +172,7 @@ def test_missing_files_are_named(tmp_path: Path):
     with refused(ModelError, str(tmp_path), "no tokenizer.json"):
         Tokenizer.from_directory(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"x")
-    with refused(ModelError, "tokenizer.model", "isn't supported yet"):
+    with refused(ModelError, "tokenizer.model", "isn't a SentencePiece model"):
         Tokenizer.from_directory(tmp_path)
 
 
@@ -182,6 +193,8 @@ def test_missing_files_are_named(tmp_path: Path):
         ("generation_config.json", '{"eos_token_id": "2"}', ["eos_token_id", "'2'"]),
         ("config.json", '{"eos_token_id": [2, null, -1]}', ["eos_token_id", "-1"]),
         ("chat_template.jinja", b"\xff\xfe", ["can't be read"]),
+        ("chat_template.json", '{"chat_template": 3}', ["chat_template must be a string"]),
+        ("chat_template.json", "{", ["isn't valid JSON"]),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, name: str, content: str | bytes, words: list[str]):

@@ -63,6 +63,29 @@ def test_every_end_id_counts():
     assert ends == {5, 6, 7, tokens.index("<|im_end|>")}
 
 
+def test_end_names_are_special_whatever_the_file_says():
+    metadata = _metadata()
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    for text, kind in (("<|im_end|>", 4), ("<end_of_turn>", 1)):
+        tokens.append(text)
+        types.append(kind)
+    tokenizer = Tokenizer.from_gguf(metadata)
+    new = {tokens.index("<|im_end|>"), tokens.index("<end_of_turn>")}
+    assert new < tokenizer.eos_ids
+    assert new < tokenizer.special_ids
+    assert tokenizer.decode(tokenizer.encode("a<|im_end|>b<end_of_turn>")) == "ab"
+
+
+def test_the_end_of_a_part_is_no_end_where_there_are_ends_of_answers():
+    metadata = _metadata()
+    tokens = metadata["tokenizer.ggml.tokens"]
+    for text in ("<|end|>", "<|return|>", "<|call|>"):
+        tokens.append(text)
+        metadata["tokenizer.ggml.token_type"].append(3)
+    ends = Tokenizer.from_gguf(metadata).eos_ids
+    assert ends == {tokens.index(t) for t in ("</s>", "<|return|>", "<|call|>")}
+
+
 def test_bos_is_added_when_the_file_says_so():
     tokenizer = Tokenizer.from_gguf(_metadata(add_bos_token=True))
     assert tokenizer.encode("a") == [
@@ -95,6 +118,7 @@ def test_templates_come_with_their_names_and_variables():
     metadata = _metadata()
     metadata["tokenizer.chat_template"] = "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"
     metadata["tokenizer.chat_template.tool_use"] = "tools!"
+    metadata["tokenizer.chat_templates"] = ["tool_use"]
     tokenizer = Tokenizer.from_gguf(metadata)
     message = [{"role": "user", "content": "a"}]
     assert set(tokenizer.chat_templates) == {"default", "tool_use"}
@@ -107,21 +131,24 @@ def test_templates_come_with_their_names_and_variables():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "llama"}, ["tokenizer.ggml.model", "'llama'", "supported: gpt2"]),
+        ({"model": "bert"}, ["tokenizer.ggml.model", "'bert'", "supported: gpt2, llama"]),
+        ({"model": "t5"}, ["tokenizer.ggml.model", "'t5'", "supported: gpt2, llama"]),
+        ({"model": "rwkv"}, ["tokenizer.ggml.model", "'rwkv'", "supported: gpt2, llama"]),
         ({"model": None}, ["tokenizer.ggml.model is missing"]),
         ({"model": 3}, ["tokenizer.ggml.model is a int"]),
-        ({"pre": "llama-bpe"}, ["tokenizer.ggml.pre", "'llama-bpe'", "gpt-2, smollm"]),
+        ({"pre": "nope"}, ["tokenizer.ggml.pre", "'nope'", "smaug-bpe, smollm"]),
         ({"pre": None}, ["tokenizer.ggml.pre is missing"]),
         ({"tokens": None}, ["tokenizer.ggml.tokens is missing"]),
         ({"tokens": []}, ["tokenizer.ggml.tokens is empty"]),
-        ({"tokens": ["a", "a"]}, ["tokenizer.ggml.tokens", "twice"]),
+        ({"tokens": ["a", "a"]}, ["tokenizer.ggml.tokens", "'a' twice"]),
         ({"tokens": ["a", 3]}, ["tokenizer.ggml.tokens", "strings"]),
         ({"tokens": "abc"}, ["tokenizer.ggml.tokens is a str"]),
         ({"merges": None}, ["tokenizer.ggml.merges is missing"]),
         ({"merges": ["ab"]}, ["tokenizer.ggml.merges", "'ab'"]),
         ({"merges": ["a b c"]}, ["tokenizer.ggml.merges", "'a b c'"]),
         ({"merges": ["nowhere atall"]}, ["tokenizer.ggml.merges doesn't fit"]),
-        ({"token_type": [1]}, ["tokenizer.ggml.token_type", "each of"]),
+        ({"token_type": [1]}, ["tokenizer.ggml.token_type", "each of", "1 values"]),
+        ({"token_type": "1" * 420}, ["tokenizer.ggml.token_type is a str"]),
         ({"token_type": [9] * 420}, ["tokenizer.ggml.token_type", "1 to 6"]),
         ({"eos_token_id": 420}, ["tokenizer.ggml.eos_token_id is 420"]),
         ({"bos_token_id": -1}, ["tokenizer.ggml.bos_token_id is -1"]),

@@ -27,6 +27,13 @@ CORPUS = [
 SPECIAL = ["<unk>", "<s>", "</s>", "<|turn|>"]
 
 
+def byte_alphabet() -> list[str]:
+    """GPT-2's characters for the 256 bytes, in order of bytes."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
 def byte_level(*, individual_digits: bool = False) -> Tokenizer:
     """GPT-2's kind: bytes in a printable alphabet."""
     backend = Tokenizer(models.BPE())

@@ -1,0 +1,119 @@
+"""What the commands that take a model share: nothing large is downloaded before somebody agreed."""
+
+import sys
+from pathlib import Path
+
+import typer
+
+from mlxserve.cli import terminal
+from mlxserve.errors import ModelError
+from mlxserve.sources import resolve
+from mlxserve.sources.hub_names import HubModel
+
+
+def ready(model: str, *, quiet: bool = False) -> str:
+    """What to give to `mlxserve.load` for this model, so that it downloads nothing of the Hub.
+
+    For a Hub model that is not here, asks at a terminal and downloads it; elsewhere it raises
+    ModelError, with the command that does. One that is here in an older version stays at it.
+    """
+    ref = resolve.hub_ref(model)
+    if ref is None:
+        return model
+    here, new = resolve.locate(ref)
+    if new is not None and here is not None and new.missing_bytes():
+        size = terminal.count_bytes(new.missing_bytes())
+        terminal.note(f"there is a newer {ref}; `mlxserve pull {ref}` downloads it ({size})")
+        return str(here)
+    if new is not None:
+        here = download(new, quiet=quiet, instead=f"it isn't here; `mlxserve pull {ref} --yes` ")
+    return str(here)
+
+
+def download(
+    new: HubModel,
+    *,
+    yes: bool = False,
+    quiet: bool = False,
+    verify: bool = False,
+    instead: str = "add --yes, which ",
+) -> Path:
+    """Say what the download takes and what the model needs, ask unless `yes`, and download.
+
+    instead: what to do where there is no terminal to ask at. Raises ModelError, also for a model
+    that this version can't run; and typer.Exit after a no.
+    """
+    from mlxserve.sources.hub_fetch import fetch
+
+    if new.missing():
+        if not (yes and quiet):
+            for line in describe(new):
+                terminal.note(line)
+        if not yes:
+            confirm(
+                f"Download {terminal.count_bytes(new.missing_bytes())}?",
+                f"{new.ref}: {instead}downloads it",
+            )
+    with terminal.Progress(quiet=quiet) as progress:
+        return fetch(new, progress, verify=verify)
+
+
+def confirm(question: str, instead: str) -> None:
+    """Go on only after a yes: ends the program with 1 otherwise, ModelError without a terminal."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ModelError(f"there is no terminal to ask at; {instead}")
+    if not typer.confirm(question, err=True):
+        terminal.note("nothing was done")
+        raise typer.Exit(1)
+
+
+def describe(new: HubModel) -> list[str]:
+    """The lines before the question: what is downloaded, and how it will run here."""
+    import mlx.core as mx
+
+    from mlxserve.engine import footprint
+    from mlxserve.memory import device_limit_bytes
+    from mlxserve.sources.hub_fetch import free_bytes, read_config
+
+    size = terminal.count_bytes
+    config, tensors = read_config(new)
+    metal, limit = mx.metal.is_available(), device_limit_bytes()
+    weights = _loaded_bytes(new, config, tensors, metal=metal)
+    need = footprint.footprint(config, weights, limit, metal=metal)
+    kept = new.size_bytes - new.missing_bytes()
+    lines = [
+        f"{new.ref} at commit {new.commit[:12]}, {config['model_type']}",
+        f"  download  {size(new.missing_bytes())} in {len(new.missing())} files"
+        + (f"; {size(kept)} are here" if kept else ""),
+        f"  disk      {size(free_bytes(new))} free in {new.cache.root}",
+        f"  memory    {size(need.weight_bytes + need.cache_bytes)}: {size(need.weight_bytes)} for "
+        f"weights, {size(need.cache_bytes)} for {need.context_tokens:,} tokens of context",
+    ]
+    if need.fits:
+        verdict = f"yes, with room for {need.room_tokens:,} tokens at the most"
+    elif need.room_tokens:
+        verdict = f"barely: room for {need.room_tokens:,} tokens only; take a smaller quantisation"
+    else:
+        verdict = "NO: it won't run on this machine; take a smaller model or quantisation"
+    lines.append(f"  fits      {verdict} (models may use {size(limit)})")
+    if not any("expert" in key for key in config):  # of which a token reads some only
+        name = str(mx.device_info().get("device_name", "unknown")) if metal else ""
+        bandwidth, origin = footprint.memory_bandwidth(name)
+        lines.append(
+            f"  speed     at most {bandwidth / weights:.3g} tokens/s, with {bandwidth / 1e9:.0f} "
+            f"GB/s of memory bandwidth ({origin})"
+        )
+    return lines
+
+
+def _loaded_bytes(
+    new: HubModel, config: dict[str, object], tensors: dict[str, int], *, metal: bool
+) -> int:
+    """Weights in memory: CPUs compute in float32, so 16-bit weights take twice their file there."""
+    if tensors:
+        factor = {"Q6_K": 9 / 6.5625} | ({} if metal else {"F16": 2, "BF16": 2})
+        return int(sum(n * factor.get(kind, 1) for kind, n in tensors.items()))
+    from mlxserve.engine.footprint import is_float32
+
+    packed = "quantization" in config or "quantization_config" in config
+    return new.weight_bytes * (1 if metal or packed or is_float32(config) else 2)

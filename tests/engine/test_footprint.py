@@ -1,0 +1,64 @@
+"""What a model is said to need, against what the engine takes."""
+
+import pytest
+
+from mlxserve.engine import footprint as fp
+from mlxserve.errors import ModelError
+from mlxserve.models import registry
+from tests.support.tiny import tiny_llama
+
+GIB = 1 << 30
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+}
+
+
+def test_keys_and_values_of_a_context():
+    need = fp.footprint(LLAMA_8B, 4 * GIB, 64 * GIB, metal=True)
+    assert need.context_tokens == 8192
+    assert need.cache_bytes == 8192 * 32 * 2 * 8 * 128 * 2  # tokens, layers, K and V, heads, dim
+    assert need.room_tokens == 131072
+    assert need.fits
+    assert fp.footprint(LLAMA_8B, 4 * GIB, 64 * GIB, metal=False).cache_bytes == 2 * GIB
+    float32 = LLAMA_8B | {"dtype": "float32"}
+    assert fp.footprint(float32, 4 * GIB, 64 * GIB, metal=True).cache_bytes == 2 * GIB
+
+
+def test_what_does_not_fit():
+    barely = fp.footprint(LLAMA_8B, 5 * GIB, 6 * GIB, metal=True)
+    assert not barely.fits
+    assert 0 < barely.room_tokens < 8192
+    assert fp.footprint(LLAMA_8B, 15 * GIB, 8 * GIB, metal=True).room_tokens == 0
+
+
+def test_a_window_bounds_the_cache():
+    mistral = LLAMA_8B | {"model_type": "mistral", "sliding_window": 1024}
+    full = fp.footprint(LLAMA_8B, 0, 64 * GIB, metal=True).cache_bytes
+    assert fp.footprint(mistral, 0, 64 * GIB, metal=True).cache_bytes < full / 6
+
+
+def test_a_context_longer_than_the_model_has():
+    config = tiny_llama(max_position_embeddings=512).config
+    need = fp.footprint(config, 0, GIB, metal=False)
+    assert need.context_tokens == need.room_tokens == 512
+    assert need.fits
+
+
+def test_a_config_that_cannot_be_run():
+    with pytest.raises(ModelError, match="isn't supported"):
+        fp.footprint({"model_type": "mamba"}, 0, GIB, metal=False)
+    assert "llama" in registry.MODULES
+
+
+def test_bandwidth_is_known_or_measured():
+    assert fp.memory_bandwidth("Apple M2 Max") == (400e9, "Apple M2 Max")
+    assert 1e8 < fp.measure_bandwidth(1 << 22, 0.01) < 1e13

@@ -1,0 +1,51 @@
+"""Windows over a text and the loss of each token, against torch and against the definition."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxserve import perplexity
+from mlxserve.perplexity import token_losses, windows
+
+
+@given(st.integers(2, 300), st.integers(1, 60), st.data())
+def test_every_token_but_the_first_counts_once(n_tokens, context, data):
+    stride = data.draw(st.integers(1, context))
+    found = windows(n_tokens, context, stride)
+    scored = [i for start, end, first in found for i in range(first, end)]
+    assert scored == list(range(1, n_tokens))
+    for i, (start, end, first) in enumerate(found):
+        assert start == i * stride
+        assert start < first < end <= start + context + 1
+        if i:
+            assert first - start >= context - stride + 1  # the context of the first that counts
+            assert end - first == stride or end == n_tokens
+
+
+def test_windows_by_hand():
+    assert windows(10, 4, 2) == [(0, 5, 1), (2, 7, 5), (4, 9, 7), (6, 10, 9)]
+    assert windows(9, 4, 4) == [(0, 5, 1), (4, 9, 5)]
+    assert windows(5, 4, 2) == [(0, 5, 1)]
+    assert windows(2, 512, 256) == [(0, 2, 1)]
+
+
+@pytest.mark.parametrize("wrong", [(1, 4, 2), (9, 4, 5), (9, 4, 0), (9, 0, 0)])
+def test_windows_that_make_no_sense(wrong):
+    with pytest.raises(ValueError, match="no windows"):
+        windows(*wrong)
+
+
+def test_losses_are_the_cross_entropy(monkeypatch):
+    monkeypatch.setattr(perplexity, "_BLOCK_BYTES", 8 * 97 * 7)  # blocks of 7 rows
+    rng = np.random.default_rng(0)
+    logits = (30 * rng.standard_normal((61, 97))).astype(np.float32)
+    logits[3] += 1e4  # would overflow without taking the largest off
+    targets = rng.integers(0, 97, 61)
+    expected = torch.nn.functional.cross_entropy(
+        torch.from_numpy(logits).double(), torch.from_numpy(targets), reduction="none"
+    )
+    got = token_losses(logits, targets)
+    assert got.dtype == np.float64
+    np.testing.assert_allclose(got, expected.numpy(), rtol=1e-12, atol=1e-12)
