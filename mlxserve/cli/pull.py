@@ -45,7 +45,7 @@ def pull(
     if ref is None:
         if name not in CATALOG and resolve.local_path(name) is not None:
             raise ModelError(f"{name} is a path, and already here; give a name to pull")
-        if not quiet and name not in {here.name for here in installed()}:
+        if not quiet and name in CATALOG and name not in {here.name for here in installed()}:
             terminal.note(f"{name} comes under: {CATALOG[name].license}")
         with terminal.Progress(quiet=quiet) as progress:
             path = fetch(name, progress, verify=verify)
