@@ -110,25 +110,34 @@ class LLM:
 
     def score(self, tokens: str | list[int]) -> np.ndarray:
         """The logits after each token of a text: float32 `[T, V]`; row i predicts token i + 1."""
-        ids = self._encode(tokens)
+        return np.concatenate(list(self.score_blocks(tokens)))
+
+    def score_blocks(self, tokens: str | list[int]) -> Iterator[np.ndarray]:
+        """The same in blocks of some positions, `[n, V]`, as they are computed.
+
+        For long texts: the logits of 8,192 positions over 152,000 tokens are 5 GB.
+        """
         request = Request(
-            id=self._next_id(), prompt_ids=tuple(ids), params=SamplingParams(), score=True
+            id=self._next_id(),
+            prompt_ids=tuple(self._encode(tokens)),
+            params=SamplingParams(),
+            score=True,
         )
-        out: TokenQueue = queue.SimpleQueue()
         self._engine.check([request])
-        logits = np.empty((len(ids), self._engine.info.vocab_size), np.float32)
-        filled = 0
+        return self._score(request)
+
+    def _score(self, request: Request) -> Iterator[np.ndarray]:
+        out: TokenQueue = queue.SimpleQueue()
         try:
             self._engine.submit([request], out)
-            while True:
+            last = False
+            while not last:
                 got = out.get()
                 if got.error is not None:
                     raise got.error
                 if got.prompt_logits is not None:
-                    logits[filled : filled + len(got.prompt_logits)] = got.prompt_logits
-                    filled += len(got.prompt_logits)
-                if got.last:
-                    return logits
+                    yield got.prompt_logits
+                last = got.last
         finally:
             self._engine.abort([request.id])
 

@@ -129,8 +129,14 @@ class _Perplexity:
         code = 0
         try:
             for start, end, scored_from in todo:
-                logits = self._llm.score(self._ids[start : end - 1])
-                losses = token_losses(logits[scored_from - 1 - start :], ids[scored_from:end])
+                at = start + 1  # the token that a block's first row predicts
+                losses = []
+                for logits in self._llm.score_blocks(self._ids[start : end - 1]):
+                    skip = max(0, scored_from - at)
+                    losses += token_losses(
+                        logits[skip:], ids[at + skip : at + len(logits)]
+                    ).tolist()
+                    at += len(logits)
                 self._loss += math.fsum(losses)
                 self.tokens += end - scored_from
                 self._show_progress(quiet)

@@ -144,14 +144,14 @@ def test_a_signal_shows_what_is_known_so_far(cli, tiny_model_dir, text_file, num
     source = f"""
 import os, sys
 from mlxserve.llm import LLM
-score = LLM.score
+score = LLM.score_blocks
 calls = []
 def stop_in_the_third(self, ids):
     calls.append(ids)
     if len(calls) == 3:
         os.kill(os.getpid(), {int(number)})
     return score(self, ids)
-LLM.score = stop_in_the_third
+LLM.score_blocks = stop_in_the_third
 sys.argv = ["mlxserve", "eval", "--perplexity", {str(text_file)!r}, {str(tiny_model_dir)!r},
             "--context", "10", "--stride", "5", "--json"]
 from mlxserve.cli import main
