@@ -16,6 +16,7 @@ from mlxserve.config import EngineConfig
 from mlxserve.engine.core import EngineStats, TokenQueue
 from mlxserve.engine.engine import Engine
 from mlxserve.errors import ModelError, RequestError
+from mlxserve.memory import check_weights, device_limit_bytes
 from mlxserve.models.load import load_model
 from mlxserve.sources.checkpoint import Checkpoint, open_checkpoint
 from mlxserve.sources.gguf_quant import Q6K
@@ -57,6 +58,7 @@ class LLM:
         config = from_names(EngineConfig, "engine option", options)
         path = resolve(model if isinstance(model, str) else Path(model), on_progress)
         checkpoint = open_checkpoint(path, gguf_q6_k=gguf_q6_k)
+        check_weights(checkpoint.size_bytes, config.memory_limit_bytes or device_limit_bytes())
         self.path = path
         self.tokenizer = _tokenizer(checkpoint)
         if on_progress is not None:
@@ -110,7 +112,14 @@ class LLM:
 
     def score(self, tokens: str | list[int]) -> np.ndarray:
         """The logits after each token of a text: float32 `[T, V]`; row i predicts token i + 1."""
-        return np.concatenate(list(self.score_blocks(tokens)))
+        ids = self._encode(tokens)
+        blocks = self.score_blocks(ids)
+        logits = np.empty((len(ids), self._engine.info.vocab_size), np.float32)
+        filled = 0
+        for block in blocks:
+            logits[filled : filled + len(block)] = block
+            filled += len(block)
+        return logits
 
     def score_blocks(self, tokens: str | list[int]) -> Iterator[np.ndarray]:
         """The same in blocks of some positions, `[n, V]`, as they are computed.
@@ -176,7 +185,9 @@ class LLM:
     def _answers(self, prompts: list[Any], params: SamplingParams) -> list["_Answer"]:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            stop_ids |= self.tokenizer.eos_ids
+            # A config may name an id that the model doesn't have; it can't be drawn.
+            vocab_size = self._engine.info.vocab_size
+            stop_ids |= {token for token in self.tokenizer.eos_ids if token < vocab_size}
         return [
             _Answer(
                 Request(

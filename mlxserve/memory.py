@@ -16,10 +16,12 @@ class GroupShape:
     """What a layer group asks for.
 
     page_bytes: one page over all its layers; window_pages: pages per sequence, None for all.
+    scratch_bytes: what attention takes for a while per page that it reads, in one layer.
     """
 
     page_bytes: int
     window_pages: int | None
+    scratch_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,31 @@ def device_limit_bytes() -> int:
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):
             limits.append(int(line.split()[1]) * 1024)
-    cgroup = Path("/sys/fs/cgroup")
-    for limit in _lines(cgroup / "memory.max"):
-        if limit.isdigit():  # and not "max"
-            used = sum(map(int, _lines(cgroup / "memory.current")))
-            limits.append(max(int(limit) - used, 0))
-    return min(limits)
+    return min(limits + _cgroup_limits())
+
+
+def check_weights(size_bytes: int, limit_bytes: int) -> None:
+    """Raise CapacityError, before anything is loaded, for weights that memory can't hold."""
+    if size_bytes > limit_bytes:
+        raise CapacityError(
+            f"the weights take {size_bytes / 2**30:.1f} GiB, and {limit_bytes / 2**30:.1f} GiB of "
+            "memory can be used; take a smaller model or quantisation, or close other programs"
+        )
+
+
+def _cgroup_limits() -> list[int]:
+    """What a container may still take; files in the page cache are no use of it."""
+    found = []
+    for folder, limit_file, used_file in (
+        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, used = _lines(folder / limit_file), _lines(folder / used_file)
+        if limit and limit[0].isdigit() and used:  # and not "max"
+            stat = dict(line.split()[:2] for line in _lines(folder / "memory.stat"))
+            files = sum(int(stat.get(key, 0)) for key in ("active_file", "inactive_file"))
+            found.append(max(int(limit[0]) - max(int(used[0]) - files, 0), 0))
+    return found
 
 
 def plan_cache(
@@ -63,6 +84,11 @@ def plan_cache(
     what is left, at most a whole context for each row. Raises CapacityError if not even one page
     is left.
     """
+    if free_bytes <= 0:
+        raise CapacityError(
+            "the weights leave no memory for the cache; take a smaller model or quantisation, or "
+            "close other programs"
+        )
     chunk_pages = max_batched_tokens // page_tokens
     hot_pages = 2 * max_batch + chunk_pages
     spent = hot_pages * sum(group.page_bytes for group in groups)
@@ -73,7 +99,9 @@ def plan_cache(
             spent += pools[index] * group.page_bytes
     full = [index for index in range(len(groups)) if index not in pools]
     if full:
-        per_page = sum(groups[index].page_bytes for index in full)
+        # A single row may read every page, one layer after another.
+        scratch = max(groups[index].scratch_bytes for index in full)
+        per_page = sum(groups[index].page_bytes for index in full) + scratch
         affordable = int(USABLE_FRACTION * free_bytes - spent) // per_page
         if affordable < 1:
             raise CapacityError(

@@ -1,4 +1,4 @@
-"""What crosses between the parts: requests in, tokens out, and the plan of a step. No arrays."""
+"""What crosses between the parts: requests in, tokens out, and the plan of a step."""
 
 import difflib
 import math
@@ -205,7 +205,7 @@ class Request:
         named = (
             ("prompt token id", self.prompt_ids),
             ("logit_bias token id", self.params.logit_bias),
-            ("stop token id", self.params.stop_token_ids),
+            ("stop token id", self.stop_ids.union(self.params.stop_token_ids)),
         )
         for name, ids in named:
             for token in ids:

@@ -1,6 +1,7 @@
 """The Python API as a notebook uses it, on a tiny random model with a byte tokenizer."""
 
 import gc
+import json
 import queue
 import signal
 import subprocess
@@ -221,8 +222,23 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
         mlxserve.load(path)
 
 
-def test_too_little_memory_is_refused_with_numbers(tiny_model_dir):
-    with pytest.raises(mlxserve.CapacityError, match="GiB are free"):
+def test_an_end_id_that_the_model_does_not_have_is_no_danger(tmp_path):
+    """min_tokens forbids end ids by writing at their place in the logits."""
+    path = write_model_dir(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "eos_token_id": [END_ID, 10**8]}))
+    with mlxserve.load(path) as llm:
+        assert mlxserve.generate(llm, "a", max_tokens=3, min_tokens=2).usage.completion_tokens >= 3
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_loaded(tiny_model_dir):
+    size = (tiny_model_dir / "model.safetensors").stat().st_size
+    with pytest.raises(mlxserve.CapacityError, match=r"the weights take .* GiB"):
+        mlxserve.load(tiny_model_dir, memory_limit_bytes=size // 2)
+
+
+def test_too_little_memory_for_the_cache_is_refused_with_the_fix(tiny_model_dir):
+    with pytest.raises(mlxserve.CapacityError, match="close other programs"):
         mlxserve.load(tiny_model_dir, memory_limit_bytes=1_000_000)
 
 

@@ -69,7 +69,12 @@ class Core:
         groups = group_layers(model.layer_specs())
         plan = plan_cache(
             [
-                GroupShape(page_bytes(group, model.dtype.size), pages_in_window(group.spec.window))
+                GroupShape(
+                    page_bytes(group, model.dtype.size),
+                    pages_in_window(group.spec.window),
+                    # Keys and values are gathered, then put in order: twice what they take.
+                    scratch_bytes=2 * page_bytes(group, model.dtype.size) // len(group.layers),
+                )
                 for group in groups
             ],
             free_bytes=_free_bytes(config),

@@ -77,7 +77,8 @@ class InFlight:
                 row += 1
             elif id(chunk) in self._scored:
                 logits = self._read_logits(self._scored[id(chunk)])
-                results.append(ChunkResult(prompt_logits=logits))
+                failure = None if np.isfinite(logits).all() else NOT_FINITE
+                results.append(ChunkResult(prompt_logits=logits, failure=failure))
             else:
                 results.append(ChunkResult())
         return results

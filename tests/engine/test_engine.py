@@ -255,6 +255,7 @@ def test_logits_that_are_not_numbers_end_the_answer_with_a_reason():
     tiny = tiny_llama(**LONG)
     tiny.weights["model.norm.weight"] = mx.array(np.full(64, np.nan, np.float32))
     got = run(tiny, [request([1, 2], max_tokens=5), request([3], "s", temperature=1.0)])
+    got |= run(tiny, [request([1, 2, 3], "scored", score=True)])
     for deliveries in got.values():
         assert isinstance(deliveries[-1].error, ModelError)
         assert "aren't finite numbers" in str(deliveries[-1].error)
