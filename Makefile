@@ -25,7 +25,7 @@ test: lint model
 
 check: lint
 	@$(RUN) tests.support.sizes
-	@$(RUN) pytest -n 2 -m 'not slow and not real'
+	@$(RUN) pytest -n 2 -m 'not slow and not real and not full'
 
 test-slow: model
 	@$(RUN) pytest -m slow

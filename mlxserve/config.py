@@ -5,8 +5,10 @@ Environment:
         ~/.cache/mlxserve).
     MLXSERVE_DEBUG: 1 prints the traceback of every error (default: off).
 
+    HF_HUB_OFFLINE: 1 downloads nothing, from the Hub or elsewhere (default: off).
+
 huggingface_hub reads its own, which apply to models of the Hub: HF_HOME (their cache), HF_TOKEN,
-HF_HUB_OFFLINE, HF_ENDPOINT and HF_HUB_DOWNLOAD_TIMEOUT are the ones of most use.
+HF_ENDPOINT and HF_HUB_DOWNLOAD_TIMEOUT are the ones of most use.
 """
 
 import os
@@ -24,6 +26,11 @@ def home() -> Path:
         return Path(explicit).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "mlxserve"
+
+
+def offline() -> bool:
+    """Whether nothing may be downloaded; Hugging Face's own switch, which people know."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
 def debug() -> bool:

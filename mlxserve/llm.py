@@ -10,11 +10,13 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self, overload
 
+import mlx.core as mx
 import numpy as np
 
 from mlxserve.config import EngineConfig
 from mlxserve.engine.core import EngineStats, TokenQueue
 from mlxserve.engine.engine import Engine
+from mlxserve.engine.footprint import loaded_bytes
 from mlxserve.errors import ModelError, RequestError
 from mlxserve.memory import check_weights, device_limit_bytes
 from mlxserve.models.load import load_model
@@ -55,10 +57,20 @@ class LLM:
         gguf_q6_k: Q6K = "8bit",
         **options: Any,
     ) -> None:
+        if not isinstance(model, str | PathLike):
+            raise ModelError(f"a model is {model!r}; give a name or a path")
         config = from_names(EngineConfig, "engine option", options)
         path = resolve(model if isinstance(model, str) else Path(model), on_progress)
         checkpoint = open_checkpoint(path, gguf_q6_k=gguf_q6_k)
-        check_weights(checkpoint.size_bytes, config.memory_limit_bytes or device_limit_bytes())
+        check_weights(
+            loaded_bytes(
+                checkpoint.config,
+                checkpoint.size_bytes,
+                metal=mx.metal.is_available(),
+                elements=checkpoint.elements,
+            ),
+            config.memory_limit_bytes or device_limit_bytes(),
+        )
         self.path = path
         self.tokenizer = _tokenizer(checkpoint)
         if on_progress is not None:
@@ -159,6 +171,9 @@ class LLM:
         self._finalizer.detach()
         self._engine.close()
 
+    def __repr__(self) -> str:
+        return f"LLM({str(self.path)!r}, context_tokens={self.context_tokens})"
+
     def __enter__(self) -> Self:
         return self
 
@@ -171,6 +186,8 @@ class LLM:
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
+        if isinstance(prompt, np.ndarray):
+            prompt = prompt.tolist()
         if not isinstance(prompt, list | tuple):
             raise RequestError(
                 f"a prompt is {type(prompt).__name__}; it must be text, chat messages or token ids"

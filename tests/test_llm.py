@@ -35,8 +35,9 @@ def raw_bytes(llm, completion):
 
 def test_text_messages_and_ids_are_prompts(llm):
     by_text = mlxserve.generate(llm, "Hello", max_tokens=6)
-    by_ids = mlxserve.generate(llm, llm.tokenizer.encode("Hello"), max_tokens=6)
-    assert by_text.token_ids == by_ids.token_ids
+    ids = llm.tokenizer.encode("Hello")
+    for by_ids in (ids, np.array(ids)):
+        assert mlxserve.generate(llm, by_ids, max_tokens=6).token_ids == by_text.token_ids
     by_chat = mlxserve.generate(llm, CHAT, max_tokens=6)
     rendered = mlxserve.generate(llm, "<|user|>Hi<|end|><|assistant|>", max_tokens=6)
     assert by_chat.token_ids == rendered.token_ids
@@ -142,6 +143,7 @@ def test_the_context_bounds_prompt_and_answer(llm):
         ([1, 2.5], {}, "2.5 among token ids"),
         ([260], {}, "prompt token id 260 is out of range; .* 0 to 259"),
         ([-1], {}, "prompt token id -1"),
+        (np.array([1, 300]), {}, "prompt token id 300"),
         (None, {}, "a prompt is NoneType; it must be text, chat messages or token ids"),
         (7, {}, "a prompt is int"),
         ("a\ud800", {}, "half of a surrogate pair"),
@@ -210,6 +212,8 @@ def test_a_closed_model_says_so(tiny_model_dir):
 def test_unknown_models_and_options_are_refused_by_name(tiny_model_dir):
     with pytest.raises(ModelError, match="no-such-model"):
         mlxserve.load("no-such-model")
+    with pytest.raises(ModelError, match="a model is None; give a name or a path"):
+        mlxserve.load(None)
     with pytest.raises(RequestError, match="unknown engine option 'max_batches'; did you mean"):
         mlxserve.load(tiny_model_dir, max_batches=3)
     with pytest.raises(RequestError, match="max_batch is 0"):

@@ -36,14 +36,13 @@ app = typer.Typer(
     name="mlxserve",
     help="Run language models on your own Mac. Linux works too, on the CPU.",
     epilog="Start here:  mlxserve generate --prompt 'Why is the sky blue?'",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(cls=_Command, epilog=generate.EPILOG)(generate.generate)
-app.command(cls=_Command)(chat.chat)
+app.command(cls=_Command, epilog=chat.EPILOG)(chat.chat)
 app.command("eval", cls=_Command)(evaluate)
 app.command(cls=_Command, epilog=pull.EPILOG)(pull.pull)
 app.command(cls=_Command)(ls.ls)
@@ -82,7 +81,12 @@ def run() -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that has no such letter is no error
     try:
-        app(prog_name="mlxserve")
+        args = sys.argv[1:] or ["--help"]
+        return app(args, prog_name="mlxserve", standalone_mode=False) or 0
+    except typer.TyperException as error:  # the command line can't be understood
+        return _fail(_sentence(error), 2)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
     except MlxserveError as error:
         return _fail(str(error), 2)
     except ImportError as error:
@@ -93,7 +97,14 @@ def run() -> int:
         message = f"{type(error).__name__}: {error}"
         hint = "this is a bug in mlxserve; MLXSERVE_DEBUG=1 shows where"
         return _fail(f"{message}\n{hint}", 1)
-    return 0
+
+
+def _sentence(error: typer.TyperException) -> str:
+    """typer's message as one of ours: a line, with where to look."""
+    message = " ".join(error.format_message().split()).removesuffix(".")
+    context = getattr(error, "ctx", None)  # only where a command was found
+    command = context.command_path if context is not None else "mlxserve"
+    return f"{message[:1].lower()}{message[1:]}; `{command} --help` explains"
 
 
 def _fail(message: str, code: int) -> int:

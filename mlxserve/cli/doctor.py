@@ -12,6 +12,7 @@ import typer
 
 from mlxserve import config
 from mlxserve.cli import terminal
+from mlxserve.report import count_bytes
 
 _COLOURS = {"ok": typer.colors.GREEN, "note": typer.colors.YELLOW, "wrong": typer.colors.RED}
 _MIN_FREE_BYTES = 1_000_000_000
@@ -118,8 +119,8 @@ def _memory() -> Iterator[Finding]:
     from mlxserve.memory import device_limit_bytes
 
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = terminal.count_bytes(device_limit_bytes())
-    yield Finding("memory", f"{terminal.count_bytes(total)}, of which models may use {limit} now")
+    limit = count_bytes(device_limit_bytes())
+    yield Finding("memory", f"{count_bytes(total)}, of which models may use {limit} now")
 
 
 def _ops() -> Iterator[Finding]:
@@ -145,7 +146,7 @@ def _disk() -> Iterator[Finding]:
     while not existing.exists():
         existing = existing.parent
     free = shutil.disk_usage(existing).free
-    text = f"{home}, {terminal.count_bytes(free)} free"
+    text = f"{home}, {count_bytes(free)} free"
     if not (existing.is_dir() and os.access(existing, os.W_OK)):
         fix = "set MLXSERVE_HOME to a directory that you can write to"
         yield Finding("models", f"{home} can't be written to", "wrong", fix)

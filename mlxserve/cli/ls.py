@@ -7,6 +7,7 @@ import typer
 
 from mlxserve.cli import terminal
 from mlxserve.config import DEFAULT_MODEL
+from mlxserve.report import count_bytes
 
 
 class _Row(NamedTuple):
@@ -45,7 +46,7 @@ def _rows() -> list[_Row]:
     """The catalog's models, in its order, then the Hub's."""
     from mlxserve.sources import hub_local, pull
 
-    size = terminal.count_bytes
+    size = count_bytes
     rows = [_Row(m.name, size(m.size_bytes), "gguf", m.path) for m in pull.installed()]
     for model in hub_local.installed():
         from mlxserve.models.registry import MODULES  # late: most of a second without a cache

@@ -7,6 +7,7 @@ import typer
 
 from mlxserve.cli import terminal
 from mlxserve.errors import ModelError
+from mlxserve.report import count_bytes
 from mlxserve.sources import resolve
 from mlxserve.sources.hub_names import HubModel
 
@@ -22,7 +23,7 @@ def ready(model: str, *, quiet: bool = False) -> str:
         return model
     here, new = resolve.locate(ref)
     if new is not None and here is not None and new.missing_bytes():
-        size = terminal.count_bytes(new.missing_bytes())
+        size = count_bytes(new.missing_bytes())
         terminal.note(f"there is a newer {ref}; `mlxserve pull {ref}` downloads it ({size})")
         return str(here)
     if new is not None:
@@ -51,7 +52,7 @@ def download(
                 terminal.note(line)
         if not yes:
             confirm(
-                f"Download {terminal.count_bytes(new.missing_bytes())}?",
+                f"Download {count_bytes(new.missing_bytes())}?",
                 f"{new.ref}: {instead}downloads it",
             )
     with terminal.Progress(quiet=quiet) as progress:
@@ -62,7 +63,11 @@ def confirm(question: str, instead: str) -> None:
     """Go on only after a yes: ends the program with 1 otherwise, ModelError without a terminal."""
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise ModelError(f"there is no terminal to ask at; {instead}")
-    if not typer.confirm(question, err=True):
+    try:
+        agreed = typer.confirm(question, err=True)
+    except typer.Abort:  # Ctrl-C or Ctrl-D
+        raise KeyboardInterrupt from None
+    if not agreed:
         terminal.note("nothing was done")
         raise typer.Exit(1)
 
@@ -75,10 +80,10 @@ def describe(new: HubModel) -> list[str]:
     from mlxserve.memory import device_limit_bytes
     from mlxserve.sources.hub_fetch import free_bytes, read_config
 
-    size = terminal.count_bytes
-    config, tensors = read_config(new)
+    size = count_bytes
+    config, elements = read_config(new)
     metal, limit = mx.metal.is_available(), device_limit_bytes()
-    weights = _loaded_bytes(new, config, tensors, metal=metal)
+    weights = footprint.loaded_bytes(config, new.weight_bytes, metal=metal, elements=elements)
     need = footprint.footprint(config, weights, limit, metal=metal)
     kept = new.size_bytes - new.missing_bytes()
     lines = [
@@ -96,24 +101,10 @@ def describe(new: HubModel) -> list[str]:
     else:
         verdict = "NO: it won't run on this machine; take a smaller model or quantisation"
     lines.append(f"  fits      {verdict} (models may use {size(limit)})")
-    if not any("expert" in key for key in config):  # of which a token reads some only
-        name = str(mx.device_info().get("device_name", "unknown")) if metal else ""
-        bandwidth, origin = footprint.memory_bandwidth(name)
-        lines.append(
-            f"  speed     at most {bandwidth / weights:.3g} tokens/s, with {bandwidth / 1e9:.0f} "
-            f"GB/s of memory bandwidth ({origin})"
-        )
+    name = str(mx.device_info().get("device_name", "unknown")) if metal else ""
+    bandwidth, origin = footprint.memory_bandwidth(name)
+    lines.append(
+        f"  speed     at most {bandwidth / weights:.3g} tokens/s, with {bandwidth / 1e9:.0f} "
+        f"GB/s of memory bandwidth ({origin})"
+    )
     return lines
-
-
-def _loaded_bytes(
-    new: HubModel, config: dict[str, object], tensors: dict[str, int], *, metal: bool
-) -> int:
-    """Weights in memory: CPUs compute in float32, so 16-bit weights take twice their file there."""
-    if tensors:
-        factor = {"Q6_K": 9 / 6.5625} | ({} if metal else {"F16": 2, "BF16": 2})
-        return int(sum(n * factor.get(kind, 1) for kind, n in tensors.items()))
-    from mlxserve.engine.footprint import is_float32
-
-    packed = "quantization" in config or "quantization_config" in config
-    return new.weight_bytes * (1 if metal or packed or is_float32(config) else 2)

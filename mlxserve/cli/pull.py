@@ -45,10 +45,11 @@ def pull(
     if ref is None:
         if name not in CATALOG and resolve.local_path(name) is not None:
             raise ModelError(f"{name} is a path, and already here; give a name to pull")
-        if not quiet and name in CATALOG and name not in {here.name for here in installed()}:
-            terminal.note(f"{name} comes under: {CATALOG[name].license}")
+        new = name not in {here.name for here in installed()}
         with terminal.Progress(quiet=quiet) as progress:
             path = fetch(name, progress, verify=verify)
+        if new and not quiet:
+            terminal.note(f"{name} comes under: {CATALOG[name].license}")
     else:
         from mlxserve.cli import models
 

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from mlxserve.cli import terminal
+from mlxserve.report import count_bytes
 
 
 def rm(
@@ -22,7 +23,7 @@ def rm(
 
     name = terminal.check_text("MODEL", model)
     found = removal(name)
-    freed = terminal.count_bytes(found.size_bytes)
+    freed = count_bytes(found.size_bytes)
     if not yes:
         models.confirm(f"Remove {name} and free {freed}?", f"{name}: add --yes to remove it")
     found.run()

@@ -26,8 +26,7 @@ def end_on_broken_pipe() -> None:
 
     Not for a command that writes to sockets: there, too, a peer that went away would end it.
     """
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 
 def check_text(name: str, text: str) -> str:
@@ -61,16 +60,6 @@ def statistics(done: "Completion") -> str:
 def per_second(rate: float | None) -> str:
     """` at 12.3/s`, or nothing where there is no rate."""
     return "" if rate is None else f" at {rate:.1f}/s"
-
-
-def count_bytes(n: int) -> str:
-    """A size for people: `87.5 MB`."""
-    size = float(n)
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
 
 
 _STAGES = {

@@ -214,9 +214,10 @@ class Core:
 def default_step_tokens() -> int:
     """Tokens in a step: enough to fill the device, and no more than it does in a few seconds.
 
-    MLX's own matmul on CPU computes about ten tokens of a 135M model per second.
+    MLX's own matmul on CPU computes about ten tokens of a 135M model per second, and Ctrl-C waits
+    for the step under way.
     """
-    return 512 if mx.metal.is_available() else 64
+    return 512 if mx.metal.is_available() else 32
 
 
 def _free_bytes(config: EngineConfig) -> int:

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
@@ -178,6 +178,7 @@ class Engine:
         """Tell everyone who waits, and everyone who comes later, that it is over."""
         with self._door:
             self._closed = True
+        self.stats = replace(self.stats, running=0, waiting=0, pages_used=0)
         waiting = {request_id: out for request_id, (_, out) in unfinished.items()}
         while not self._inbox.empty():
             match self._inbox.get():

@@ -5,9 +5,11 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from mlxserve.cache.manager import group_layers, pages_in_window
 from mlxserve.cache.spec import PAGE_TOKENS
@@ -40,6 +42,14 @@ APPLE_GB_S: dict[str, float] = {
     "Apple M4 Pro": 273,
     "Apple M4 Max": 546,
     "Apple M5": 153,
+}
+
+
+# Bits per weight on Metal of the GGUF types that load: with scale and bias, 16 bits for 32 weights.
+GGUF_BITS: dict[str, int] = {"F32": 32, "F16": 16, "BF16": 16} | {
+    kind: bits + 1
+    for bits, kinds in {4: "Q4_0 Q4_1 Q4_K", 5: "Q5_0 Q5_1 Q5_K", 8: "Q8_0 Q6_K"}.items()
+    for kind in kinds.split()
 }
 
 
@@ -100,6 +110,27 @@ def footprint(
     full = [n for n, s in zip(plan.pool_pages, shapes, strict=True) if s.window_pages is None]
     room = min([n * PAGE_TOKENS for n in full] + [model.context_tokens])
     return Footprint(weight_bytes, used, wanted, room)
+
+
+def loaded_bytes(
+    config: Mapping[str, Any],
+    file_bytes: int,
+    *,
+    metal: bool,
+    elements: Mapping[str, int] | None = None,
+) -> int:
+    """Bytes of the weights once loaded, told from config.json; reads and allocates nothing.
+
+    CPUs compute in float32, also from quantised files: each weight takes 4 bytes there. Metal keeps
+    them as they are in the files (file_bytes), but for a GGUF file's. elements: those, by type.
+    Raises ModelError for a config that this version can't run.
+    """
+    if not metal:
+        module = cast(nn.Module, registry.build(config))
+        return 4 * sum(array.size for _, array in cast(list, tree_flatten(module.parameters())))
+    if elements:
+        return sum(n * GGUF_BITS[kind] for kind, n in elements.items()) // 8
+    return file_bytes
 
 
 def is_float32(config: Mapping[str, Any]) -> bool:

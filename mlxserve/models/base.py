@@ -82,7 +82,9 @@ class Model(Protocol):
 # config files (llama, SmolLM2, mistral, gemma3): provenance, training, generation, formats.
 HARMLESS_KEYS = frozenset({
     "architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "_name_or_path",
-    "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "unsloth_version",
+    "_commit_hash", "_attn_implementation", "_attn_implementation_autoset", "attn_implementation",
+    "unsloth_version",
+    "_flash_attn_2_enabled", "license", "tokenizer_type", "model_max_length",
     "unsloth_fixed", "is_llama_config", "transformers.js_config", "cache_implementation",
     "quantization", "quantization_config", "tokenizer_class", "max_sequence_length",
     "initializer_range", "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop",

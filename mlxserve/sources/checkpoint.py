@@ -1,8 +1,10 @@
 """Opening a model on disk, whatever its form: config and weights under Hugging Face's names."""
 
 import logging
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,10 +12,10 @@ import mlx.core as mx
 
 from mlxserve.errors import RequestError
 from mlxserve.kernels.quantized import PackedWeight
+from mlxserve.report import damaged, show, unsupported
 from mlxserve.sources import directory, gguf_names, gguf_quant, mlx_quant, safetensors
 from mlxserve.sources.gguf import MAGIC, GGUFFile, read_gguf
 from mlxserve.sources.gguf_quant import Q6K
-from mlxserve.sources.report import damaged, show, unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ class Checkpoint:
         the weights say so themselves.
     gguf_metadata: all metadata of a GGUF file (its tokenizer is in there); None for a directory.
     size_bytes: of the weight files.
+    elements: weights by their type in a GGUF file; empty for a directory.
     """
 
     path: Path
@@ -36,6 +39,7 @@ class Checkpoint:
     gguf_metadata: Mapping[str, Any] | None
     size_bytes: int
     load: Callable[[], Weights]
+    elements: Mapping[str, int] = field(default_factory=dict)
 
     def weights(self) -> Weights:
         """Weights by Hugging Face name, in the file's own dtypes; a quantised `X.weight` is packed.
@@ -81,10 +85,17 @@ def _open_file(path: Path, q6_k: Q6K) -> Checkpoint:
         raise unsupported(path, f"it is not a GGUF file; {fix}")
     file = read_gguf(path)
     config, tensors = gguf_names.describe(file)
+    elements: Counter[str] = Counter()
     for t in tensors:
         gguf_quant.check_tensor(file, t.tensor)
+        elements[t.tensor.type] += math.prod(t.tensor.shape)
     return Checkpoint(
-        path, config, file.metadata, file.size_bytes, lambda: _gguf_weights(file, tensors, q6_k)
+        path,
+        config,
+        file.metadata,
+        file.size_bytes,
+        lambda: _gguf_weights(file, tensors, q6_k),
+        elements,
     )
 
 

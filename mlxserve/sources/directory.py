@@ -4,14 +4,13 @@ Everything here reads headers and JSON only; tensors are loaded lazily, once the
 be sound.
 """
 
-import json
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mlxserve.sources.report import damaged, show, unsupported
+from mlxserve.files import inside, read_json
+from mlxserve.report import damaged, show, unsupported
 from mlxserve.sources.safetensors import Entry, read_header
 
-MAX_JSON_BYTES = 64 << 20
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -63,44 +62,6 @@ def read_entries(root: Path) -> dict[str, Entry]:
         if owner.get(name) != shard:
             raise damaged(root, f"{INDEX} has tensor {show(name)} in {shard}, and it is not there")
     return entries
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of reasonable size. Raises ModelError."""
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise damaged(path, f"it is larger than {MAX_JSON_BYTES >> 20} MiB")
-        value = json.loads(path.read_bytes().decode())
-    except OSError as e:
-        raise unsupported(path, f"{e.strerror}; check the path") from None
-    except (ValueError, RecursionError) as e:
-        raise damaged(path, f"it is not proper JSON ({show(str(e))})") from None
-    if not isinstance(value, dict):
-        raise damaged(path, "it is not a JSON object")
-    return value
-
-
-def inside(root: Path, name: str) -> Path:
-    """The regular file `name` of the directory, which may not lead out of it.
-
-    A Hub cache keeps its files in `blobs/` of the repo or of the cache, with links from
-    `snapshots/<revision>/`: those are the places outside that a link may point to. Raises
-    ModelError.
-    """
-    path = root / name
-    try:
-        real, home = path.resolve(strict=True), root.resolve()
-    except (OSError, RuntimeError):
-        raise unsupported(path, "the file is missing; download the model again") from None
-    allowed = [home]
-    if home.parent.name == "snapshots":
-        repo = home.parent.parent
-        allowed += [repo / "blobs", repo.parent / "blobs"]  # the second is shared between repos
-    if not any(real.is_relative_to(place) for place in allowed):
-        raise unsupported(path, f"it leads out of its directory, to {real}; copy the file into it")
-    if not real.is_file():
-        raise unsupported(path, "it is not a regular file; download the model again")
-    return path
 
 
 def _shard_name(index: Path, value: object) -> str:

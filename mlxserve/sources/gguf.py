@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from mlxserve.sources.report import damaged, show, unsupported
+from mlxserve.errors import ModelError
+from mlxserve.report import damaged, show, unsupported
 
 MAGIC = b"GGUF"
 MAX_PAIRS = 1 << 16
@@ -106,6 +107,10 @@ class GGUFFile:
     def raw(self, tensor: GGUFTensor) -> np.ndarray:
         """The tensor's bytes: uint8 `[nbytes]`, a read-only view of the mapped file."""
         return np.frombuffer(self.data, np.uint8, tensor.nbytes, tensor.offset)
+
+
+class HeaderCutError(ModelError):
+    """The file ends before its metadata and tensor list do."""
 
 
 def read_gguf(path: Path) -> GGUFFile:
@@ -271,8 +276,10 @@ class _Reader:
     def count(self, form: str, what: str, limit: int, least_bytes: int) -> int:
         """A number of items, each of `least_bytes` or more, that the rest of the file can hold."""
         n = self.number(form, f"the number of {what}")
-        if n > limit or n * least_bytes > len(self.data) - self.pos:
-            raise damaged(self.path, f"{n} {what} don't fit in the file")
+        if n > limit:
+            raise damaged(self.path, f"{n} {what} don't fit in a GGUF file")
+        if n * least_bytes > len(self.data) - self.pos:
+            raise self.header_cut(f"{n} {what} don't fit in the file")
         return n
 
     def number(self, form: str, what: str) -> int:
@@ -285,4 +292,7 @@ class _Reader:
         return self.data[self.pos - n : self.pos]
 
     def cut(self, what: str) -> Exception:
-        return damaged(self.path, f"it ends inside {what} (at {len(self.data)} bytes)")
+        return self.header_cut(f"it ends inside {what} (at {len(self.data)} bytes)")
+
+    def header_cut(self, what: str) -> Exception:
+        return HeaderCutError(*damaged(self.path, what).args)

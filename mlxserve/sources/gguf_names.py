@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from mlxserve.errors import ModelError
+from mlxserve.report import damaged, show, unsupported
 from mlxserve.sources.gguf import GGUFFile, GGUFTensor
-from mlxserve.sources.report import damaged, show, unsupported
 
 # Keys that may be there as long as they say "nothing special". A set holds every harmless value.
 NEUTRAL: dict[str, set[object]] = {

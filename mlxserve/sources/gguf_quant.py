@@ -15,6 +15,7 @@ import numpy as np
 
 from mlxserve.errors import ModelError
 from mlxserve.kernels.quantized import PackedWeight
+from mlxserve.report import damaged, show, unsupported
 from mlxserve.sources import gguf_kquants
 from mlxserve.sources.gguf import GGUFFile, GGUFTensor
 from mlxserve.sources.gguf_bits import (
@@ -26,7 +27,6 @@ from mlxserve.sources.gguf_bits import (
     nibbles,
     pack,
 )
-from mlxserve.sources.report import damaged, show, unsupported
 
 Q6K = Literal["8bit", "16bit"]
 

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mlxserve.errors import ModelError
+from mlxserve.report import count_bytes, show
 from mlxserve.sources import directory
 from mlxserve.sources.hub_cache import (
     COMMIT,
@@ -23,7 +24,6 @@ from mlxserve.sources.hub_cache import (
 from mlxserve.sources.hub_errors import explained
 from mlxserve.sources.hub_fetch import read_small
 from mlxserve.sources.hub_names import HubFile, HubModel, HubRef, unsafe
-from mlxserve.sources.report import show
 
 QUICK_S = 5.0  # for a question whose answer is not needed
 PATIENT_S = 15.0
@@ -188,7 +188,7 @@ def _choose_gguf(ref: HubRef, files: list[HubFile]) -> HubFile:
     if not models:
         raise ModelError(f"{ref.repo} has no .gguf file; write {ref.repo} for its safetensors")
     listed = found or models
-    shown = ", ".join(f"{f.name} ({_gb(f.size_bytes)})" for f in listed[:MAX_LISTED])
+    shown = ", ".join(f"{f.name} ({count_bytes(f.size_bytes)})" for f in listed[:MAX_LISTED])
     more = f" and {len(listed) - MAX_LISTED} more" if len(listed) > MAX_LISTED else ""
     had = "has several GGUF files" if found else f"has no {show(ref.file or ref.quant)}"
     raise ModelError(
@@ -215,7 +215,3 @@ def _no_weights(ref: HubRef, by_name: dict[str, HubFile]) -> ModelError:
         f"{ref.repo} has no {directory.SINGLE}, no {directory.INDEX} and no GGUF file{had}; "
         "give a repo with a language model"
     )
-
-
-def _gb(n: int) -> str:
-    return f"{n / 1e9:.1f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"

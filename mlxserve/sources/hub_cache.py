@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxserve.errors import ModelError
+from mlxserve.files import read_json
+from mlxserve.report import unsupported
 from mlxserve.sources import directory
-from mlxserve.sources.report import unsupported
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PARTIAL = ".mlxserve.incomplete"
@@ -94,7 +95,7 @@ def whole(snapshot: Path) -> bool:
         return False
     if (snapshot / directory.INDEX).is_file():
         try:
-            shards = directory.read_json(snapshot / directory.INDEX).get("weight_map")
+            shards = read_json(snapshot / directory.INDEX).get("weight_map")
         except ModelError:
             return False
         if not isinstance(shards, dict) or not shards:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mlxserve.errors import ModelError
-from mlxserve.sources.report import show
+from mlxserve.report import show
 
 KEPT = "what was downloaded is kept, and a pull goes on from there"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -12,12 +12,12 @@ import os
 import shutil
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mlxserve.errors import ModelError
+from mlxserve.report import count_bytes
 from mlxserve.sources.hub_errors import FULL, KEPT, HubUnavailableError, explained
 from mlxserve.sources.hub_names import HubFile, HubModel, file_size
 from mlxserve.sources.pull import locked
@@ -66,8 +66,6 @@ def fetch(model: HubModel, on_progress: OnProgress | None = None, *, verify: boo
 
 def read_small(model: HubModel, file: HubFile) -> bytes:
     """A small file's content, from the cache or the Hub; nothing is written. Raises ModelError."""
-    from huggingface_hub.utils import get_session, hf_raise_for_status
-
     if file.size_bytes > MAX_SMALL_BYTES:
         raise ModelError(
             f"{model.ref.repo}: {file.name} has {file.size_bytes} bytes; don't trust it"
@@ -76,16 +74,7 @@ def read_small(model: HubModel, file: HubFile) -> bytes:
         with contextlib.suppress(OSError):
             if len(data := place.read_bytes()) == file.size_bytes:
                 return data
-    data = b""
-    with (
-        explained(model.ref.repo, model.ref.revision, model.endpoint, file.name),
-        get_session().stream("GET", _url(model, file), **_request(0)) as answer,
-    ):
-        hf_raise_for_status(answer)
-        for piece in answer.iter_bytes():
-            data += piece
-            if len(data) > file.size_bytes:
-                break
+    data = _read(model, file, _request(0), file.size_bytes + 1)
     digest = _digest(file)
     digest.update(data)
     if len(data) != file.size_bytes or digest.hexdigest() != file.digest:
@@ -93,27 +82,27 @@ def read_small(model: HubModel, file: HubFile) -> bytes:
     return data
 
 
-def read_start(model: HubModel, file: HubFile, limit: int) -> bytes:
-    """The first `limit` bytes of a file, or what there is of them. Raises ModelError."""
+def _read(model: HubModel, file: HubFile, request: dict[str, Any], limit: int) -> bytes:
+    """The first `limit` bytes of what the Hub answers, or what there is. Raises ModelError."""
     from huggingface_hub.utils import get_session, hf_raise_for_status
 
-    data = b""
+    data = bytearray()
     with (
         explained(model.ref.repo, model.ref.revision, model.endpoint, file.name),
-        get_session().stream("GET", _url(model, file), **_request(0, limit)) as answer,
+        get_session().stream("GET", _url(model, file), **request) as answer,
     ):
         hf_raise_for_status(answer)
         for piece in answer.iter_bytes():
             data += piece
             if len(data) >= limit:
                 break
-    return data[:limit]
+    return bytes(data[:limit])
 
 
-def read_config(model: HubModel) -> tuple[dict[str, Any], dict[str, int]]:
+def read_config(model: HubModel) -> tuple[dict[str, Any], Mapping[str, int]]:
     """The model's config.json, or what a GGUF file's header says, before it is downloaded.
 
-    Also the bytes of its tensors by their GGUF type; empty for a directory. A GGUF file that this
+    Also its weights by their GGUF type, counted; empty for a directory. A GGUF file that this
     version can't run is refused here. Raises ModelError.
     """
     if model.gguf is None:
@@ -128,31 +117,36 @@ def read_config(model: HubModel) -> tuple[dict[str, Any], dict[str, int]]:
     return _gguf_config(model)
 
 
-def _gguf_config(model: HubModel) -> tuple[dict[str, Any], dict[str, int]]:
+def _gguf_config(model: HubModel) -> tuple[dict[str, Any], Mapping[str, int]]:
     """A file with the header in front and a hole after it is read like the whole one."""
     from mlxserve.sources.checkpoint import open_checkpoint
-    from mlxserve.sources.gguf import read_gguf
 
     [file] = model.files
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         for limit in HEADER_BYTES:
-            start = read_start(model, file, limit)
-            with path.open("wb") as out:
-                out.write(start)
-                out.truncate(max(file.size_bytes, len(start)))
-            try:
-                config = open_checkpoint(path).config
-            except ModelError as e:
-                refused = str(e).replace(str(path), f"{model.ref.repo}/{file.name}")
-                if len(start) == file.size_bytes or limit == HEADER_BYTES[-1]:
-                    raise ModelError(refused) from None
-                continue
-            sizes: Counter[str] = Counter()
-            for tensor in read_gguf(path).tensors.values():
-                sizes[tensor.type] += tensor.nbytes
-            return config, dict(sizes)
-    return {}, {}  # not reached: the last limit returns or raises
+            path.write_bytes(_read(model, file, _request(0, limit), limit))
+            if file.size_bytes <= limit or not _header_is_cut(path):
+                break
+        os.truncate(path, max(file.size_bytes, path.stat().st_size))
+        try:
+            checkpoint = open_checkpoint(path)
+        except ModelError as e:
+            refused = str(e).replace(str(path), f"{model.ref.repo}/{file.name}")
+            raise ModelError(refused) from None
+        return checkpoint.config, checkpoint.elements
+
+
+def _header_is_cut(path: Path) -> bool:
+    from mlxserve.sources.gguf import HeaderCutError, read_gguf
+
+    try:
+        read_gguf(path)
+    except HeaderCutError:
+        return True
+    except ModelError:
+        pass  # damaged or not known, or whole, and only the weights are missing
+    return False
 
 
 def _download(model: HubModel, file: HubFile, report: Callable[[int], None]) -> None:
@@ -317,8 +311,8 @@ def _check_space(model: HubModel) -> None:
     need, free = model.missing_bytes(), free_bytes(model)
     if need > free:
         raise ModelError(
-            f"{model.ref} needs {_mb(need)} more in {model.cache.root}, where {_mb(free)} are "
-            "free; free some space or set HF_HOME to another disk"
+            f"{model.ref} needs {count_bytes(need)} more in {model.cache.root}, where "
+            f"{count_bytes(free)} are free; free some space or set HF_HOME to another disk"
         )
 
 
@@ -334,8 +328,8 @@ def _disk_error(model: HubModel, e: OSError) -> ModelError:
     where = model.cache.root
     if e.errno in FULL:
         return ModelError(
-            f"{where} is full ({e.strerror}): {_mb(model.missing_bytes())} of {model.ref} are "
-            f"missing; free some space or set HF_HOME to another disk, {KEPT}"
+            f"{where} is full ({e.strerror}): {count_bytes(model.missing_bytes())} of {model.ref} "
+            f"are missing; free some space or set HF_HOME to another disk, {KEPT}"
         )
     return ModelError(
         f"writing {model.ref} to {where} failed: {e.strerror or e}; check the directory, or set "
@@ -348,7 +342,3 @@ def _not_as_listed(model: HubModel, file: HubFile) -> ModelError:
         f"{file.name} of {model.ref.repo} is not what the Hub lists (size or hash differ), so it "
         "was deleted; pull again, and check HF_ENDPOINT and the proxy if it persists"
     )
-
-
-def _mb(n: int) -> str:
-    return f"{n / 1e6:,.0f} MB"

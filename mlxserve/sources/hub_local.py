@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxserve.errors import ModelError
-from mlxserve.sources import directory
+from mlxserve.files import read_json
 from mlxserve.sources.hub_cache import cache_root, gguf_files, repos, size_of, snapshots, whole
 
 
@@ -25,11 +25,12 @@ def installed(*, cache: Path | None = None) -> list[HubInstalled]:
         for revision, snapshot in snapshots(repo):
             at = "" if revision == "main" else f"@{revision}"
             files = gguf_files(snapshot)
-            if whole(snapshot):
+            complete = whole(snapshot)
+            if complete:
                 kind, size = _kind(snapshot), size_of(snapshot)
                 found.append(HubInstalled(repo.repo + at, kind, snapshot, size))
             for name in files:
-                one = "" if len(files) == 1 and not whole(snapshot) else f"/{name}"
+                one = "" if len(files) == 1 and not complete else f"/{name}"
                 path = snapshot / name
                 found.append(HubInstalled(repo.repo + one + at, "gguf", path, path.stat().st_size))
     return found
@@ -37,6 +38,6 @@ def installed(*, cache: Path | None = None) -> list[HubInstalled]:
 
 def _kind(snapshot: Path) -> str:
     try:
-        return str(directory.read_json(snapshot / "config.json").get("model_type"))
+        return str(read_json(snapshot / "config.json").get("model_type"))
     except ModelError:
         return "unknown"

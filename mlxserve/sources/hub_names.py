@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxserve.errors import ModelError
+from mlxserve.report import show
 from mlxserve.sources.hub_cache import RepoCache
-from mlxserve.sources.report import show
 
 SCHEME = "owner/name, owner/name:Q4_K_M or owner/name/file.gguf, each with @revision if need be"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxserve.sources.report import damaged, show, unsupported
+from mlxserve.report import damaged, show, unsupported
 from mlxserve.sources.safetensors import Entry
 
 # Mode -> group sizes and bits that MLX has kernels for, default first.
@@ -22,6 +22,7 @@ MODES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "nvfp4": ((16,), (4,)),
 }
 FLOATS = ("F16", "BF16", "F32")
+KEYS = ("group_size", "bits", "mode")  # of a scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,21 @@ def quantised_layers(
     settings = _settings(path, config)
     default = _scheme(path, "quantization", settings)
     layers: dict[str, Quantised] = {}
-    for layer in sorted(
-        {n.rpartition(".")[0] for n in entries if n.endswith((".weight", ".scales"))}
-    ):
+    names = {n.rpartition(".")[0] for n in entries if n.endswith((".weight", ".scales"))}
+    if unknown := sorted(settings.keys() - names - set(KEYS)):
+        raise unsupported(
+            path,
+            f"quantization has {show(unknown[0])}, which is no layer of the model and none of "
+            f"{', '.join(KEYS)}; download the model again, all files from one version",
+        )
+    for layer in sorted(names):
         own = settings.get(layer)
+        if isinstance(own, dict) and (unknown := sorted(own.keys() - set(KEYS))):
+            raise unsupported(
+                path,
+                f"the quantization of {show(layer)} has {show(unknown[0])}; only "
+                f"{', '.join(KEYS)} are known, take another conversion",
+            )
         scheme = default if own is None or own is True else _scheme(path, layer, own)
         weight = entries.get(f"{layer}.weight")
         if f"{layer}.scales" not in entries:

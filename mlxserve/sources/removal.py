@@ -9,12 +9,12 @@ from typing import Any
 
 from mlxserve import config
 from mlxserve.errors import ModelError
+from mlxserve.report import show
 from mlxserve.sources import hub
 from mlxserve.sources.catalog import CATALOG, Catalog
 from mlxserve.sources.hub_cache import RepoCache, cache_root, size_of
 from mlxserve.sources.hub_names import HubRef, parse
 from mlxserve.sources.pull import LOCK, locked
-from mlxserve.sources.report import show
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,16 @@ def removal(name: str, *, catalog: Catalog = CATALOG, cache: Path | None = None)
             "file of your own is yours to delete"
         )
     repo = RepoCache(cache or cache_root(), ref.repo)
+
+    def run() -> None:
+        repo.lock.parent.mkdir(parents=True, exist_ok=True)
+        with locked(repo.lock, _silent):
+            _from_cache(repo, ref).run()  # looked up anew: a pull may have ended in between
+
+    return Removal(_from_cache(repo, ref).size_bytes, run)
+
+
+def _from_cache(repo: RepoCache, ref: HubRef) -> Removal:
     if not repo.folder.is_dir():
         raise _not_here(ref)
     if ref.file or ref.quant:
@@ -57,7 +67,7 @@ def _from_catalog(name: str) -> Removal:
         raise _not_here(name)
 
     def run() -> None:
-        with locked(folder / LOCK, lambda stage, done, total: None):
+        with locked(folder / LOCK, _silent):
             for path in paths:
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
@@ -65,6 +75,10 @@ def _from_catalog(name: str) -> Removal:
                     path.unlink(missing_ok=True)
 
     return Removal(sum(p.lstat().st_size for p in paths), run)
+
+
+def _silent(stage: str, done: int, total: int | None) -> None:
+    pass
 
 
 def _not_here(what: object) -> ModelError:

@@ -37,12 +37,8 @@ def resolve(
     ref = parse(name_or_path) if isinstance(name_or_path, str) else None
     if ref is None:
         raise unknown(str(name_or_path), catalog)
-    here, model = locate(ref, endpoint=endpoint, cache=cache)
-    if model is not None:
-        return fetch(model, on_progress)
-    if here is None:
-        raise unknown(str(name_or_path), catalog)
-    return here
+    found = locate(ref, endpoint=endpoint, cache=cache)
+    return found[0] if found[1] is None else fetch(found[1], on_progress)
 
 
 def hub_ref(name_or_path: str, *, catalog: Catalog = CATALOG) -> HubRef | None:
@@ -65,7 +61,7 @@ def local_path(name_or_path: str | Path) -> Path | None:
 
 def locate(
     ref: HubRef, *, endpoint: str | None = None, cache: Path | None = None
-) -> tuple[Path | None, HubModel | None]:
+) -> tuple[Path, None] | tuple[Path | None, HubModel]:
     """Where a Hub model lies, perhaps in an older version, and what to fetch to have the newest.
 
     The first is None where it is not here. The second is None where nothing has to be fetched: the
@@ -88,4 +84,6 @@ def locate(
     except ModelError as e:
         logger.warning("using the copy of %s that is here: %s", ref, e)
         return here, None
-    return here, None if model.path == here and not model.missing() else model
+    if model.path == here and not model.missing():
+        return here, None
+    return here, model

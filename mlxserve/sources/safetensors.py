@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxserve.sources.report import damaged, show, unsupported
+from mlxserve.report import damaged, show, unsupported
 
 MAX_HEADER_BYTES = 100 << 20
 MAX_DIMS = 8

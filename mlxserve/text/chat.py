@@ -14,6 +14,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlxserve.errors import ModelError, RequestError
+from mlxserve.report import one_line
 
 if TYPE_CHECKING:
     import jinja2
@@ -190,19 +191,19 @@ class ChatTemplate:
             raise
         except exceptions.SecurityError as error:
             raise ModelError(
-                f"the chat template does what its sandbox forbids: {_one_line(error)}; "
+                f"the chat template does what its sandbox forbids: {one_line(error)}; "
                 "use another template"
             ) from error
         except exceptions.TemplateError as error:
             # raise_exception raises the base class itself, with words meant for the user.
             verb = "refuses" if type(error) is exceptions.TemplateError else "fails on"
             raise RequestError(
-                f"the chat template {verb} these messages: {_one_line(error)}"
+                f"the chat template {verb} these messages: {one_line(error)}"
             ) from error
         except Exception as error:  # a template is a program: it may raise anything
             raise RequestError(
                 f"the chat template fails on these messages: {type(error).__name__}: "
-                f"{_one_line(error)}"
+                f"{one_line(error)}"
             ) from error
         return "".join(pieces)
 
@@ -214,15 +215,11 @@ class ChatTemplate:
             return _environment().from_string(self._source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(
-                f"the chat template has an error on line {error.lineno}: {_one_line(error)}; "
+                f"the chat template has an error on line {error.lineno}: {one_line(error)}; "
                 "mend it or use another template"
             ) from error
         except RecursionError as error:
             raise ModelError("the chat template is nested too deeply; use another one") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500]
 
 
 @functools.cache

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mlxserve.errors import ModelError
+from mlxserve.files import inside, read_json, read_text
+from mlxserve.report import one_line
 from mlxserve.text.decoding import Decoding, parse_decoder
 from mlxserve.text.parts import TokenizerParts
 from mlxserve.text.spm import CONTROL, UNKNOWN, USER_DEFINED, Pieces, add_special, build
@@ -24,8 +26,8 @@ _Declared: TypeAlias = tuple[int, str, Mapping[str, Any]]
 
 def read_directory(path: Path) -> TokenizerParts:
     """Build the parts of a tokenizer. Raises ModelError for what is missing, damaged or unknown."""
-    config = _read_json(path / "tokenizer_config.json")
-    special_tokens = _special_tokens(_read_json(path / "special_tokens_map.json") | config)
+    config = _optional_json(path, "tokenizer_config.json")
+    special_tokens = _special_tokens(_optional_json(path, "special_tokens_map.json") | config)
     declared = _declared(config, path)
     add_bos = config.get("add_bos_token")
     if (path / "tokenizer.json").is_file():
@@ -55,11 +57,12 @@ def read_directory(path: Path) -> TokenizerParts:
 def _backend(path: Path) -> "Backend":
     from tokenizers import Tokenizer as Backend
 
-    file = path / "tokenizer.json"
+    file = inside(path, "tokenizer.json")
+    text = read_text(file)
     try:
-        backend = Backend.from_file(str(file))
+        backend = Backend.from_str(text)
     except Exception as error:  # tokenizers raises the base class itself
-        raise ModelError(f"{file} can't be read: {_one_line(error)}; download it again") from error
+        raise ModelError(f"{file} can't be read: {one_line(error)}; download it again") from error
     # A training run's limits may be saved in it; applied to a prompt they would cut or fill it.
     backend.no_truncation()
     backend.no_padding()
@@ -78,7 +81,7 @@ def _sentencepiece(
         backend, decoding = build(pieces)
     except Exception as error:  # tokenizers raises the base class itself
         raise ModelError(
-            f"{path / 'tokenizer.model'} can't be used: {_one_line(error)}; download it again"
+            f"{path / 'tokenizer.model'} can't be used: {one_line(error)}; download it again"
         ) from error
     # In a normalised text the names would have to begin with a space.
     added = [
@@ -96,7 +99,7 @@ def _pieces(
     path: Path, config: Mapping[str, Any], declared: list[_Declared]
 ) -> tuple[Pieces, dict[str, str]]:
     """The .model file's pieces and named tokens, with what tokenizer_config.json changes."""
-    pieces, named = read_model(path / "tokenizer.model")
+    pieces, named = read_model(inside(path, "tokenizer.model"))
     tokens, kinds = list(pieces.tokens), list(pieces.kinds)
     known, renamed = set(tokens), {}
     for token_id, content, fields in declared:
@@ -130,10 +133,9 @@ def _is_legacy(config: Mapping[str, Any]) -> bool:
 
 def _legacy_added(path: Path) -> list[_Declared]:
     """Added tokens as transformers wrote them before tokenizer_config.json had them: text to id."""
-    file = path / "added_tokens.json"
-    added = _read_json(file)
+    added = _optional_json(path, "added_tokens.json")
     if not all(type(token_id) is int for token_id in added.values()):
-        raise ModelError(f"{file} must map texts to ids; download it again")
+        raise ModelError(f"{path / 'added_tokens.json'} must map texts to ids; download it again")
     return [(token_id, text, {}) for text, token_id in added.items()]
 
 
@@ -220,7 +222,7 @@ def _eos_ids(backend: "Backend", special_tokens: Mapping[str, str], path: Path) 
             )
         ends.add(token_id)
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(path / name).get("eos_token_id")
+        value = _optional_json(path, name).get("eos_token_id")
         for token_id in value if isinstance(value, list) else [value]:
             if token_id is None:
                 continue
@@ -252,12 +254,16 @@ def _prefix_ids(backend: "Backend", bos: int | None, add_bos: object) -> tuple[i
 
 def _templates(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     """Templates by name. Files of their own replace what tokenizer_config.json has."""
-    older = path / "chat_template.json"
     templates = _named_templates(config.get("chat_template"), path / "tokenizer_config.json")
-    templates |= _named_templates(_read_json(older).get("chat_template"), older)
-    files = {"default": path / "chat_template.jinja"}
-    files |= {f.stem: f for f in sorted((path / "additional_chat_templates").glob("*.jinja"))}
-    return templates | {name: _read(file) for name, file in files.items() if file.is_file()}
+    older = "chat_template.json"
+    templates |= _named_templates(_optional_json(path, older).get("chat_template"), path / older)
+    files = [path / "chat_template.jinja"]
+    files += sorted((path / "additional_chat_templates").glob("*.jinja"))
+    for file in files:
+        if file.is_file():
+            name = "default" if file is files[0] else file.stem
+            templates[name] = read_text(inside(path, str(file.relative_to(path))))
+    return templates
 
 
 def _named_templates(given: object, file: Path) -> dict[str, str]:
@@ -279,25 +285,6 @@ def _named_templates(given: object, file: Path) -> dict[str, str]:
     return templates
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file} can't be read: {_one_line(error)}; download it again") from error
-
-
-def _read_json(file: Path) -> dict[str, Any]:
+def _optional_json(path: Path, name: str) -> dict[str, Any]:
     """A JSON object, or an empty one where there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(_read(file))
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} isn't valid JSON: {error}; download it again") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} must hold a JSON object; download it again")
-    return value
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return read_json(inside(path, name)) if (path / name).is_file() else {}

@@ -13,6 +13,9 @@ import mlxserve
 from tests.cli.test_generate import assert_refused, user
 from tests.support.screen import Screen, Terminal
 
+# Starts a process or a server per test, too long for `make check`.
+pytestmark = pytest.mark.full
+
 READY = "\x1b[?2004h"  # the editor waits for a line (and wants pasted text marked)
 ENTER, ALT_ENTER, CTRL_C, CTRL_D, UP = "\r", "\x1b\r", "\x03", "\x04", "\x1b[A"
 

@@ -15,6 +15,9 @@ from tests.cli.test_generate import assert_refused
 from tests.support.model_dir import END_ID, VOCAB_SIZE, byte_tokenizer
 from tests.support.tiny import reference_logits, tiny_llama
 
+# Starts a process or a server per test, too long for `make check`.
+pytestmark = pytest.mark.full
+
 TEXT = "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. 🥊\n" * 3
 
 

@@ -9,6 +9,9 @@ import pytest
 import mlxserve
 from mlxserve.cli import generate as command
 
+# Starts a process or a server per test, too long for `make check`.
+pytestmark = pytest.mark.full
+
 QUESTION = "Why is the sky blue?"
 STATISTICS = (
     r"\d+ prompt tokens( at [\d.]+/s)?, \d+ new( at [\d.]+/s)?, first after [\d.]+ s \(\w+\)\n"

@@ -1,5 +1,8 @@
 """What the program says about itself, and that saying it needs no MLX."""
 
+import shlex
+import subprocess
+import sys
 from dataclasses import fields
 from importlib.metadata import version
 
@@ -21,7 +24,7 @@ def test_help_lists_the_commands(cli):
 
 def test_no_command_shows_the_help(here):
     done = here()
-    assert done.code == 2
+    assert done.code == 0
     assert "Commands:" in done.stdout + done.stderr
 
 
@@ -53,6 +56,10 @@ def test_generate_help_teaches(here):
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+def test_chat_help_shows_examples(here):
+    assert "mlxserve chat --system 'Answer in one sentence.'" in here("chat", "--help").stdout
+
+
 @pytest.mark.parametrize("command", ["chat", "eval"])
 def test_help_fits_the_screen(here, command):
     done = here(command, "--help")
@@ -81,3 +88,28 @@ finally:
 """)
     assert done.code == 0
     assert done.stderr.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["generate", "-n", "abc", "-p", "x"], ["'abc' isn't a whole number", "mlxserve generate"]),
+        (["generate"], ["missing option '--prompt'"]),
+        (["nope"], ["no such command 'nope'", "`mlxserve --help` explains"]),
+        (["pull"], ["missing argument 'MODEL'"]),
+    ],
+)
+def test_a_command_line_that_makes_no_sense_gets_one_line(here, args, words):
+    done = here(*args)
+    assert done.code == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert all(word in done.stderr for word in words)
+
+
+@pytest.mark.parametrize(("closed", "code"), [("<&-", 0), ("2>&-", 0), (">&-", 0)])
+def test_closed_streams_are_no_error(closed, code):
+    command = f"{shlex.quote(sys.executable)} -m mlxserve ls --paths {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert done.returncode == code
+    assert "error" not in done.stderr

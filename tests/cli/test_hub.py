@@ -13,6 +13,9 @@ from tests.cli.conftest import MLXSERVE
 from tests.sources.making import write_gguf
 from tests.support.hub_server import serving
 
+# Starts a process or a server per test, too long for `make check`.
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def hub(cli, tmp_path, tiny_model_dir):

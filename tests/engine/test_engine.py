@@ -104,6 +104,7 @@ def test_greedy_continuation_equals_transformers_across_pages_and_windows(tiny):
     assert tokens(got) == continue_by_reference(tiny, ids, 80)
 
 
+@pytest.mark.full
 def test_chunk_size_changes_no_bit(tiny):
     """Prompt of 300, 40 new tokens; the likeliest 20 logprobs of each are compared bit for bit."""
     ids, runs = prompt(300), []
@@ -114,6 +115,7 @@ def test_chunk_size_changes_no_bit(tiny):
     assert all(r == runs[0] for r in runs[1:])
 
 
+@pytest.mark.full
 def test_token_by_token_equals_the_whole_prompt_bit_for_bit(tiny):
     ids = prompt(150)
     whole = score(tiny, ids, max_batched_tokens=1000)
@@ -121,6 +123,7 @@ def test_token_by_token_equals_the_whole_prompt_bit_for_bit(tiny):
     assert np.array_equal(whole, single)
 
 
+@pytest.mark.full
 def test_sixteen_together_give_what_each_gives_alone(tiny):
     rng = np.random.default_rng(0)
     prompts = [prompt(int(rng.integers(1, 200)), seed=i) for i in range(16)]
@@ -132,6 +135,7 @@ def test_sixteen_together_give_what_each_gives_alone(tiny):
     assert {k: tokens(v) for k, v in together.items()} == {k: tokens(v) for k, v in alone.items()}
 
 
+@pytest.mark.full
 def test_a_seeded_row_draws_the_same_alone_and_in_any_batch():
     tiny = tiny_llama(**LONG)
     params = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": 30}
@@ -150,6 +154,7 @@ def test_unseeded_rows_differ_from_one_another():
     assert len({tuple(tokens(d)) for d in got.values()}) == 4
 
 
+@pytest.mark.full
 def test_preempted_and_computed_again_gives_the_same_tokens(monkeypatch):
     """A cache too small for all: with little memory the newest start over, and no token changes."""
     tiny = tiny_llama(**LONG)
@@ -224,6 +229,7 @@ def test_logprobs_equal_transformers():
         assert [t for t, _ in delivery.logprob.top] == np.argsort(-row)[:3].tolist()
 
 
+@pytest.mark.full
 def test_decoding_writes_the_cache_in_place():
     """A large cache and a short text: if a step held on to a layer's pages, a copy would show."""
     tiny = tiny_llama(num_key_value_heads=4, head_dim=64, **LONG)
@@ -240,6 +246,7 @@ def test_decoding_writes_the_cache_in_place():
     assert mx.get_peak_memory() - before < 0.5 * layer
 
 
+@pytest.mark.full
 def test_storage_may_grow_in_the_very_step_that_ends_the_last_request():
     tiny = tiny_llama(**LONG)
     for tokens_of_prompt, new in ((500, 13), (449, 64), (1000, 25)):
@@ -261,6 +268,7 @@ def test_logits_that_are_not_numbers_end_the_answer_with_a_reason():
         assert "aren't finite numbers" in str(deliveries[-1].error)
 
 
+@pytest.mark.full
 def test_storage_grows_with_the_text_and_no_token_changes():
     """A long answer doubles the arrays on its way; with room from the start it is the same."""
     tiny = tiny_llama(**LONG)
@@ -315,6 +323,7 @@ def test_a_failed_step_ends_its_requests_and_the_next_are_served():
     assert tokens(after) == tokens(run(tiny, [request([5, 6], max_tokens=10)])["r"])
 
 
+@pytest.mark.full
 def test_a_failed_step_leaves_those_it_had_just_preempted_unharmed():
     """One of them waits with a token in flight that is lost; it is drawn again."""
     tiny = tiny_llama(**LONG)

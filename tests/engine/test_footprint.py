@@ -1,10 +1,15 @@
 """What a model is said to need, against what the engine takes."""
 
+import mlx.core as mx
 import pytest
+from gguf import GGMLQuantizationType as Kind
 
 from mlxserve.engine import footprint as fp
 from mlxserve.errors import ModelError
+from mlxserve.kernels.quantized import PackedWeight, dequantize
 from mlxserve.models import registry
+from mlxserve.sources.checkpoint import open_checkpoint
+from tests.sources.making import llama_metadata, llama_tensors, write_gguf
 from tests.support.tiny import tiny_llama
 
 GIB = 1 << 30
@@ -62,3 +67,38 @@ def test_a_config_that_cannot_be_run():
 def test_bandwidth_is_known_or_measured():
     assert fp.memory_bandwidth("Apple M2 Max") == (400e9, "Apple M2 Max")
     assert 1e8 < fp.measure_bandwidth(1 << 22, 0.01) < 1e13
+
+
+def test_weights_that_a_cpu_widens():
+    config = LLAMA_8B | {"tie_word_embeddings": False}
+    n = 8_030_261_248
+    assert fp.loaded_bytes(config, 5 * GIB, metal=False) == 4 * n
+    assert fp.loaded_bytes(config, 5 * GIB, metal=False, elements={"Q4_K": n}) == 4 * n
+    assert fp.loaded_bytes(config, 5 * GIB, metal=True) == 5 * GIB
+    assert fp.loaded_bytes(config, 5 * GIB, metal=True, elements={"Q4_K": 64, "F16": 8}) == 56
+    with pytest.raises(ModelError, match="isn't supported"):
+        fp.loaded_bytes({"model_type": "mamba"}, 0, metal=False)
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
+def test_loaded_bytes_are_those_of_the_loaded_model(tmp_path, kind):
+    tensors = llama_tensors(Kind[kind])
+    checkpoint = open_checkpoint(
+        write_gguf(tmp_path / "m.gguf", metadata=llama_metadata(), tensors=tensors)
+    )
+    for metal, dtype in ((True, mx.float16), (False, mx.float32)):
+        real = 0
+        for value in checkpoint.weights().values():
+            if not metal and isinstance(value, PackedWeight):
+                value = dequantize(value, dtype)
+            real += nbytes(value, dtype)
+        told = fp.loaded_bytes(
+            checkpoint.config, 1 << 60, metal=metal, elements=checkpoint.elements
+        )
+        assert told == pytest.approx(real, rel=0.02)
+
+
+def nbytes(value, dtype):
+    if isinstance(value, PackedWeight):
+        return value.weight.nbytes + 2 * value.scales.size * dtype.size
+    return value.size * dtype.size

@@ -178,7 +178,10 @@ def test_one_of_several_gguf_files(server, where, get, one, file):
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("o/n", ["several GGUF files", "m-Q4_K_M.gguf (0.3 MB)", "sub/m-q8_0.gguf", "o/n:Q4_K_M"]),
+        (
+            "o/n",
+            ["several GGUF files", "m-Q4_K_M.gguf (300.0 kB)", "sub/m-q8_0.gguf", "o/n:Q4_K_M"],
+        ),
         ("o/n:Q5_0", ["has no 'Q5_0'", "m.Q4_0.gguf"]),
         ("o/n:Q4", ["has no 'Q4'"]),
         ("o/n/other.gguf", ["has no 'other.gguf'", "m.Q4_0.gguf"]),
@@ -391,6 +394,15 @@ def test_names_paths_and_the_hub_in_this_order(server, where, tmp_path, monkeypa
     with pytest.raises(ModelError, match="no model that can be found here"):
         resolve(Path("o/other"), **where)
     assert server.asked == []
+
+
+def test_installed_looks_at_each_index_once(server, where, get, monkeypatch):
+    server.add("o/g", GGUFS)
+    get("o/g:Q4_0")
+    looked = []
+    monkeypatch.setattr(hub_local, "whole", looked.append)
+    assert len(hub_local.installed(cache=where["cache"])) == 1
+    assert len(looked) == 1
 
 
 def test_installed_lists_what_is_whole(server, where, get):

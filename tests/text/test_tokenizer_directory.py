@@ -1,6 +1,7 @@
 """Tokenizers from a model directory: against `tokenizers` and transformers, and damaged files."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -182,9 +183,9 @@ def test_missing_files_are_named(tmp_path: Path):
         ("tokenizer.json", "{", []),
         ("tokenizer.json", "{}", []),
         ("tokenizer.json", "", []),
-        ("tokenizer_config.json", "{", ["isn't valid JSON"]),
-        ("tokenizer_config.json", "[]", ["must hold a JSON object"]),
-        ("tokenizer_config.json", "[" * 100_000, ["isn't valid JSON"]),
+        ("tokenizer_config.json", "{", ["not proper JSON"]),
+        ("tokenizer_config.json", "[]", ["not a JSON object"]),
+        ("tokenizer_config.json", "[" * 100_000, ["not proper JSON"]),
         ("tokenizer_config.json", '{"chat_template": 3}', ["chat_template"]),
         ("tokenizer_config.json", '{"chat_template": [{"name": "a"}]}', ["chat_template"]),
         ("tokenizer_config.json", '{"eos_token": "<none>"}', ["eos_token", "'<none>'"]),
@@ -192,9 +193,9 @@ def test_missing_files_are_named(tmp_path: Path):
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', ["added_tokens_decoder"]),
         ("generation_config.json", '{"eos_token_id": "2"}', ["eos_token_id", "'2'"]),
         ("config.json", '{"eos_token_id": [2, null, -1]}', ["eos_token_id", "-1"]),
-        ("chat_template.jinja", b"\xff\xfe", ["can't be read"]),
+        ("chat_template.jinja", b"\xff\xfe", ["not UTF-8"]),
         ("chat_template.json", '{"chat_template": 3}', ["chat_template must be a string"]),
-        ("chat_template.json", "{", ["isn't valid JSON"]),
+        ("chat_template.json", "{", ["not proper JSON"]),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, name: str, content: str | bytes, words: list[str]):
@@ -203,6 +204,62 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: str | bytes
     (tmp_path / name).write_bytes(data)
     with refused(ModelError, str(tmp_path), name.removesuffix(".jinja"), *words):
         Tokenizer.from_directory(tmp_path)
+
+
+SIDE_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tools.jinja",
+]
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """A snapshot of a Hub cache with every file that is read."""
+    root = tmp_path / "repo" / "snapshots" / "abc"
+    (root / "additional_chat_templates").mkdir(parents=True)
+    save(byte_level(), root)
+    for name in SIDE_FILES:
+        if not (root / name).exists():
+            (root / name).write_text("{}")
+    return root
+
+
+@pytest.mark.parametrize("name", SIDE_FILES)
+def test_links_out_of_the_directory_are_refused(full: Path, tmp_path: Path, name: str):
+    (full / name).rename(tmp_path / "secret")
+    (full / name).symlink_to(tmp_path / "secret")
+    with refused(ModelError, name, "leads out of its directory"):
+        Tokenizer.from_directory(full)
+
+
+def test_a_sentencepiece_model_may_not_lead_out(full: Path, tmp_path: Path):
+    (full / "tokenizer.json").unlink()
+    (tmp_path / "secret").write_bytes(b"x")
+    (full / "tokenizer.model").symlink_to(tmp_path / "secret")
+    with refused(ModelError, "tokenizer.model", "leads out of its directory"):
+        Tokenizer.from_directory(full)
+
+
+def test_links_to_the_blobs_of_a_cache_work(full: Path):
+    blobs = full.parents[1] / "blobs"
+    blobs.mkdir()
+    for i, name in enumerate(SIDE_FILES):
+        (full / name).rename(blobs / f"hash{i}")
+        (full / name).symlink_to(blobs / f"hash{i}")
+    assert set(Tokenizer.from_directory(full).chat_templates) == {"default", "tools"}
+
+
+@pytest.mark.parametrize("name", SIDE_FILES)
+def test_files_too_large_are_refused(full: Path, name: str):
+    os.truncate(full / name, (64 << 20) + 1)
+    with refused(ModelError, name, "larger than 64 MiB"):
+        Tokenizer.from_directory(full)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How the readers of model files word their errors: one line, the file, what is wrong, the fix."""
+"""How errors are worded: one line, the file, what is wrong, the fix; and sizes for people."""
 
 from pathlib import Path
 
@@ -9,6 +9,21 @@ def show(value: object, limit: int = 60) -> str:
     """A value out of a file as one short, printable line."""
     text = ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def one_line(error: Exception) -> str:
+    """What another library's error says, short and on one line."""
+    return " ".join(str(error).split())[:500]
+
+
+def count_bytes(n: int) -> str:
+    """A size for people: `87.5 MB`."""
+    size = float(n)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
 
 
 def damaged(path: Path, what: str) -> ModelError:
