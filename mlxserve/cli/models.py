@@ -104,7 +104,12 @@ def describe(new: HubModel) -> list[str]:
     name = str(mx.device_info().get("device_name", "unknown")) if metal else ""
     bandwidth, origin = footprint.memory_bandwidth(name)
     lines.append(
-        f"  speed     at most {bandwidth / weights:.3g} tokens/s, with {bandwidth / 1e9:.0f} "
+        f"  speed     at most {_round(bandwidth / weights)} tokens/s, with {bandwidth / 1e9:.0f} "
         f"GB/s of memory bandwidth ({origin})"
     )
     return lines
+
+
+def _round(rate: float) -> str:
+    """A rate for people: `9.4`, `12,300`."""
+    return f"{rate:.1f}" if rate < 100 else f"{rate:,.0f}"

@@ -118,7 +118,7 @@ def _gguf_weights(file: GGUFFile, tensors: list[gguf_names.NamedTensor], q6_k: Q
             len(errors),
             q6_k.replace("bit", " bits"),
             100 * max(errors),
-            "; gguf_q6_k='16bit' is more exact" if q6_k == "8bit" else "",
+            "; mlxserve.load(..., gguf_q6_k='16bit') is more exact" if q6_k == "8bit" else "",
         )
     return weights
 

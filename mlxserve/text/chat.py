@@ -198,7 +198,8 @@ class ChatTemplate:
             # raise_exception raises the base class itself, with words meant for the user.
             verb = "refuses" if type(error) is exceptions.TemplateError else "fails on"
             raise RequestError(
-                f"the chat template {verb} these messages: {one_line(error)}"
+                f"the chat template {verb} these messages: {one_line(error)}; change them, or give "
+                "a plain prompt, which uses no template"
             ) from error
         except Exception as error:  # a template is a program: it may raise anything
             raise RequestError(

@@ -268,7 +268,7 @@ def _templates(config: Mapping[str, Any], path: Path) -> dict[str, str]:
 
 def _named_templates(given: object, file: Path) -> dict[str, str]:
     """A template, or a list of templates with names."""
-    if given is None:
+    if not given:  # absent, null, or empty: no template
         return {}
     if isinstance(given, str):
         return {"default": given}
