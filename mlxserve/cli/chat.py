@@ -278,7 +278,9 @@ def _no_echo() -> Iterator[None]:
     import termios
 
     before = termios.tcgetattr(sys.stdin)
-    silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
+    # Not line by line either: a Ctrl-D would be gone by the next prompt, which it is meant for.
+    modes = before[3] & ~(termios.ECHO | termios.ICANON)
+    silent = [*before[:3], modes, *before[4:]]
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, silent)
     try:
         yield

@@ -271,6 +271,17 @@ def test_a_conversation_at_a_terminal(at_terminal):
     assert sent(terminal.output)[1] == [user("Hi"), assistant("Hello *you*"), user("Bye")]
 
 
+def test_what_is_typed_during_an_answer_counts_afterwards(at_terminal):
+    terminal = at_terminal(answers=[["one"], ["two"]], after="time.sleep(2)")
+    terminal.send("Hi" + ENTER)
+    terminal.until("one")
+    terminal.send("More" + ENTER)
+    terminal.until("two")
+    terminal.send(CTRL_D)
+    assert terminal.wait() == 0
+    assert sent(terminal.output)[1] == [user("Hi"), assistant("one"), user("More")]
+
+
 def test_ctrl_c_stops_an_answer_and_not_the_program(at_terminal, tmp_path):
     path = tmp_path / "chat.json"
     terminal = at_terminal("-n", "100000", "--ignore-eos", "--plain")
