@@ -321,6 +321,7 @@ def test_sigterm_ends_it_and_gives_the_terminal_back(at_terminal):
     terminal = at_terminal(answers=[["<think>hm"]], after="time.sleep(60)")
     terminal.send("Hi" + ENTER)
     terminal.until("hm")
+    time.sleep(0.2)  # until it waits for more
     os.kill(terminal.process.pid, signal.SIGTERM)
     assert terminal.wait() == 143
     assert terminal.output.endswith("\x1b[0m\r\n")
