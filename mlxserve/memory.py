@@ -21,7 +21,7 @@ class GroupShape:
 
     page_bytes: int
     window_pages: int | None
-    scratch_bytes: int = 0
+    scratch_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

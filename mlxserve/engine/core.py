@@ -10,14 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxserve.cache.manager import CacheManager, group_layers, pages_in_window
+from mlxserve.cache.manager import CacheManager, LayerGroup, group_layers, pages_in_window
 from mlxserve.cache.spec import PAGE_TOKENS
 from mlxserve.cache.storage import Storage, page_bytes
 from mlxserve.config import EngineConfig
 from mlxserve.engine.runner import InFlight, Runner
 from mlxserve.engine.scheduler import Scheduler
 from mlxserve.errors import InvariantError, ModelError, RequestError
-from mlxserve.memory import GroupShape, device_limit_bytes, plan_cache
+from mlxserve.memory import CachePlan, GroupShape, device_limit_bytes, plan_cache
 from mlxserve.models.base import Model
 from mlxserve.types import Request, TokenOut
 from mlxserve.types import Sequence as Seq
@@ -65,29 +65,19 @@ class Core:
     def __init__(
         self, model: Model, config: EngineConfig, *, pool_pages: int | None = None
     ) -> None:
-        tokens = config.max_batched_tokens or max(default_step_tokens(), config.max_batch)
         groups = group_layers(model.layer_specs())
-        plan = plan_cache(
-            [
-                GroupShape(
-                    page_bytes(group, model.dtype.size),
-                    pages_in_window(group.spec.window),
-                    # Keys and values are gathered, then put in order: twice what they take.
-                    scratch_bytes=2 * page_bytes(group, model.dtype.size) // len(group.layers),
-                )
-                for group in groups
-            ],
-            free_bytes=_free_bytes(config),
-            max_batch=config.max_batch,
-            max_batched_tokens=tokens,
+        plan = plan_pages(
+            groups,
+            config,
+            itemsize=model.dtype.size,
             context_tokens=model.context_tokens,
-            page_tokens=PAGE_TOKENS,
+            free_bytes=_free_bytes(config),
         )
         pools = tuple(min(n, pool_pages or n) for n in plan.pool_pages)
         pages: Any = {"hot_pages": plan.hot_pages, "pool_pages": pools}
         self.storage = Storage(groups, model.dtype, **pages)
         self.manager = CacheManager(groups, **pages)
-        self.scheduler = Scheduler(self.manager, config.max_batch, tokens)
+        self.scheduler = Scheduler(self.manager, config.max_batch, step_tokens(config))
         self.runner = Runner(model, self.storage)
         self.in_flight: InFlight | None = None
         self.open: dict[str, tuple[Seq, TokenQueue]] = {}
@@ -211,13 +201,44 @@ class Core:
         )
 
 
-def default_step_tokens() -> int:
+def step_tokens(config: EngineConfig) -> int:
     """Tokens in a step: enough to fill the device, and no more than it does in a few seconds.
 
     MLX's own matmul on CPU computes about ten tokens of a 135M model per second, and Ctrl-C waits
     for the step under way.
     """
-    return 512 if mx.metal.is_available() else 32
+    default = 512 if mx.metal.is_available() else 32
+    return config.max_batched_tokens or max(default, config.max_batch)
+
+
+def plan_pages(
+    groups: Sequence[LayerGroup],
+    config: EngineConfig,
+    *,
+    itemsize: int,
+    context_tokens: int,
+    free_bytes: int,
+) -> CachePlan:
+    """How many pages the cache may grow to. itemsize: bytes of a key's or value's number.
+
+    context_tokens: the model's own limit. free_bytes: what the weights leave. Raises CapacityError.
+    """
+    return plan_cache(
+        [
+            GroupShape(
+                page_bytes(group, itemsize),
+                pages_in_window(group.spec.window),
+                # Keys and values are gathered, then put in order: twice what they take.
+                scratch_bytes=2 * page_bytes(group, itemsize) // len(group.layers),
+            )
+            for group in groups
+        ],
+        free_bytes=free_bytes,
+        max_batch=config.max_batch,
+        max_batched_tokens=step_tokens(config),
+        context_tokens=context_tokens,
+        page_tokens=PAGE_TOKENS,
+    )
 
 
 def _free_bytes(config: EngineConfig) -> int:

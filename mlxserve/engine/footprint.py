@@ -15,9 +15,8 @@ from mlxserve.cache.manager import group_layers, pages_in_window
 from mlxserve.cache.spec import PAGE_TOKENS
 from mlxserve.cache.storage import page_bytes
 from mlxserve.config import EngineConfig
-from mlxserve.engine.core import default_step_tokens
+from mlxserve.engine.core import plan_pages
 from mlxserve.errors import CapacityError
-from mlxserve.memory import GroupShape, plan_cache
 from mlxserve.models import registry
 
 USEFUL_CONTEXT_TOKENS = 8192
@@ -92,22 +91,22 @@ def footprint(
     wanted = min(context_tokens, model.context_tokens)
     itemsize = 2 if metal and not is_float32(config) else 4
     groups = group_layers(model.layer_specs())
-    shapes = [GroupShape(page_bytes(g, itemsize), pages_in_window(g.spec.window)) for g in groups]
     pages = -(-wanted // PAGE_TOKENS)
-    used = sum(s.page_bytes * min(pages, s.window_pages or pages) for s in shapes)
+    used = sum(
+        page_bytes(g, itemsize) * min(pages, pages_in_window(g.spec.window) or pages)
+        for g in groups
+    )
     try:
-        plan = plan_cache(
-            shapes,
-            free_bytes=limit_bytes - weight_bytes,
-            max_batch=engine.max_batch,
-            max_batched_tokens=engine.max_batched_tokens
-            or max(default_step_tokens(), engine.max_batch),
+        plan = plan_pages(
+            groups,
+            engine,
+            itemsize=itemsize,
             context_tokens=model.context_tokens,
-            page_tokens=PAGE_TOKENS,
+            free_bytes=limit_bytes - weight_bytes,
         )
     except CapacityError:
         return Footprint(weight_bytes, used, wanted, 0)
-    full = [n for n, s in zip(plan.pool_pages, shapes, strict=True) if s.window_pages is None]
+    full = [n for n, g in zip(plan.pool_pages, groups, strict=True) if g.spec.window is None]
     room = min([n * PAGE_TOKENS for n in full] + [model.context_tokens])
     return Footprint(weight_bytes, used, wanted, room)
 
