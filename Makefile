@@ -1,4 +1,4 @@
-# The commands of the README. Everything is installed into .venv, and only if pyproject.toml changed.
+# The commands of the README. Everything is installed into .venv, and only if pyproject.toml or a native kernel changed.
 
 VENV := .venv
 RUN := $(VENV)/bin/python -m
@@ -45,7 +45,9 @@ $(VENV)/dev.stamp: $(VENV)/runtime.stamp
 	@$(RUN) pip install -e . --group dev
 	@touch $@
 
-$(VENV)/runtime.stamp: $(VENV)/bin/python pyproject.toml
+NATIVE := setup.py $(wildcard mlxserve/kernels/cpu/*.cpp mlxserve/kernels/cpu/*.h)
+
+$(VENV)/runtime.stamp: $(VENV)/bin/python pyproject.toml $(NATIVE)
 	@$(RUN) pip install --upgrade pip
 	@$(RUN) pip install -e .
 	@touch $@
@@ -69,5 +71,5 @@ $(VENV)/bin/python:
 	exit 1
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info mlxserve/kernels/cpu/*.so .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

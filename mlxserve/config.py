@@ -4,6 +4,10 @@ Environment:
     MLXSERVE_HOME: where models of the catalog are kept (default: $XDG_CACHE_HOME/mlxserve,
         ~/.cache/mlxserve).
     MLXSERVE_DEBUG: 1 prints the traceback of every error (default: off).
+    MLXSERVE_KERNELS: for debugging, "reference" computes everything with MLX's own operations;
+        "attention=reference,matmul=native" chooses op by op (default: see `mlxserve doctor`).
+    MLXSERVE_CPU_LEVEL: avx512, avx2 or portable, for the native CPU kernels (default: the best).
+    MLXSERVE_CPU_THREADS: threads of the native CPU kernels (default: the cores it may use).
 
     HF_HUB_OFFLINE: 1 downloads nothing, from the Hub or elsewhere (default: off).
 
@@ -18,6 +22,8 @@ from pathlib import Path
 from mlxserve.errors import RequestError
 
 DEFAULT_MODEL = "smollm2-135m"
+CPU_LEVELS = ("avx512", "avx2", "portable")
+MAX_CPU_THREADS = 256
 
 
 def home() -> Path:
@@ -36,6 +42,39 @@ def offline() -> bool:
 def debug() -> bool:
     """Whether an error is to be shown with its traceback."""
     return os.environ.get("MLXSERVE_DEBUG", "") not in ("", "0")
+
+
+def kernel_overrides() -> dict[str, str]:
+    """Implementations asked for by op; the op "" stands for all others. Raises RequestError."""
+    chosen = {}
+    for part in filter(None, os.environ.get("MLXSERVE_KERNELS", "").split(",")):
+        op, _, name = part.strip().rpartition("=")
+        if name not in ("reference", "native"):
+            raise RequestError(
+                f"MLXSERVE_KERNELS has {part!r}; write reference, native, or OP=reference,OP=native"
+            )
+        chosen[op] = name
+    return chosen
+
+
+def cpu_level() -> str | None:
+    """The instruction level asked for, or None for the best there is. Raises RequestError."""
+    level = os.environ.get("MLXSERVE_CPU_LEVEL") or None
+    if level not in (None, *CPU_LEVELS):
+        raise RequestError(f"MLXSERVE_CPU_LEVEL is {level!r}; choose {', '.join(CPU_LEVELS)}")
+    return level
+
+
+def cpu_threads() -> int | None:
+    """The number of threads asked for, or None for the cores it may use. Raises RequestError."""
+    text = os.environ.get("MLXSERVE_CPU_THREADS")
+    if not text:
+        return None
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_CPU_THREADS:
+        raise RequestError(
+            f"MLXSERVE_CPU_THREADS is {text!r}; it must be a number from 1 to {MAX_CPU_THREADS}"
+        )
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

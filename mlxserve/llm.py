@@ -10,7 +10,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self, overload
 
-import mlx.core as mx
 import numpy as np
 
 from mlxserve.config import EngineConfig
@@ -18,6 +17,7 @@ from mlxserve.engine.core import EngineStats, TokenQueue
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.footprint import loaded_bytes
 from mlxserve.errors import ModelError, RequestError
+from mlxserve.kernels import matmul
 from mlxserve.memory import check_weights, device_limit_bytes
 from mlxserve.models.load import load_model
 from mlxserve.sources.checkpoint import Checkpoint, open_checkpoint
@@ -66,7 +66,7 @@ class LLM:
             loaded_bytes(
                 checkpoint.config,
                 checkpoint.size_bytes,
-                metal=mx.metal.is_available(),
+                form=matmul.form(),
                 elements=checkpoint.elements,
             ),
             config.memory_limit_bytes or device_limit_bytes(),

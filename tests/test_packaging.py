@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[1]
 def wheel(tmp_path_factory) -> Path:
     """Built from a copy, which keeps the checkout clean, and with the setuptools that is here."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(
-        ROOT / "mlxserve", source / "mlxserve", ignore=shutil.ignore_patterns("__pycache__")
+        ROOT / "mlxserve", source / "mlxserve", ignore=shutil.ignore_patterns("__pycache__", "*.so")
     )
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", str(source), "--wheel-dir", str(out)]

@@ -1,11 +1,12 @@
 """What a model sees of the cache in one step: positions, and `attend` per layer."""
 
 import mlx.core as mx
+import numpy as np
 
 from mlxserve.cache.spec import PAGE_TOKENS
 from mlxserve.cache.storage import Storage
-from mlxserve.kernels.attention import RowPages, paged_attention
-from mlxserve.types import Chunk, StepPlan
+from mlxserve.kernels.attention import PagedRows, paged_attention
+from mlxserve.types import StepPlan
 
 
 class BatchView:
@@ -16,18 +17,25 @@ class BatchView:
 
     def __init__(self, storage: Storage, plan: StepPlan) -> None:
         self._storage = storage
-        positions: list[int] = []
-        written: list[int] = []
-        for chunk in plan.chunks:
-            seq = chunk.seq
-            for position in range(chunk.start, chunk.start + chunk.n):
-                page = seq.hot[position // PAGE_TOKENS - seq.sealed]
-                positions.append(position)
-                written.append(page * PAGE_TOKENS + position % PAGE_TOKENS)
-        self.positions = mx.array(positions, mx.int32)
-        self._written = mx.array(written, mx.int32)
-        hot = [mx.array(_hot_pages(chunk), mx.int32) for chunk in plan.chunks]
-        self._rows = [_rows(plan, hot, group) for group in range(len(storage.groups))]
+        rows = np.array([(c.n, c.start, c.seq.sealed) for c in plan.chunks], np.int32)
+        n, start, sealed = rows.T
+        first = np.cumsum(n) - n
+        of_token = np.repeat(np.arange(len(n)), n)
+        positions = np.arange(len(of_token)) + (start - first)[of_token]
+        # Pages of the rows' own hot lists, end to end.
+        hot = [page for c in plan.chunks for page in c.seq.hot]
+        counts = np.array([len(c.seq.hot) for c in plan.chunks])
+        hot_at = np.cumsum(counts) - counts - sealed
+        page = np.array(hot, np.int32)[hot_at[of_token] + positions // PAGE_TOKENS]
+        self.positions = mx.array(positions.astype(np.int32))
+        self._written = mx.array((page * PAGE_TOKENS + positions % PAGE_TOKENS).astype(np.int32))
+        self._rows = [_rows(plan, first, group) for group in range(len(storage.groups))]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All that belongs to this step alone."""
+        tables = [array for rows in self._rows for array in rows.arrays]
+        return [self.positions, self._written, *tables]
 
     def layer(self, index: int) -> "LayerView":
         """The cache of one layer in this step."""
@@ -66,18 +74,19 @@ class LayerView:
         return self._view._attend(self._index, q, k, v, scale=scale, sinks=sinks, softcap=softcap)
 
 
-def _hot_pages(chunk: Chunk) -> list[int]:
-    end = -(-(chunk.start + chunk.n) // PAGE_TOKENS)
-    return chunk.seq.hot[: end - chunk.seq.sealed]
-
-
-def _rows(plan: StepPlan, hot: list[mx.array], group: int) -> list[RowPages]:
-    rows, first = [], 0
-    for chunk, pages in zip(plan.chunks, hot, strict=True):
+def _rows(plan: StepPlan, first: np.ndarray, group: int) -> PagedRows:
+    """Each row's sealed pages that this group still has, then its hot ones."""
+    table: list[tuple[int, ...]] = []
+    pages: list[int] = []
+    for at, chunk in zip(first.tolist(), plan.chunks, strict=True):
         seq = chunk.seq
         gone = seq.dropped[group]
-        sealed = seq.tables[group][: seq.sealed - gone]
-        table = mx.array(sealed, mx.int32) if sealed else None
-        rows.append(RowPages(first, chunk.n, chunk.start, gone * PAGE_TOKENS, table, pages))
-        first += chunk.n
-    return rows
+        sealed = seq.sealed - gone
+        end = -(-(chunk.start + chunk.n) // PAGE_TOKENS)
+        table.append((at, chunk.n, chunk.start, gone, sealed, len(pages)))
+        pages += seq.tables[group][:sealed]
+        pages += seq.hot[: end - seq.sealed]
+    # Filled up to a power of two, so that a longer text seldom means another shape of step.
+    padded = np.zeros(max(16, 1 << (len(pages) - 1).bit_length()), np.int32)
+    padded[: len(pages)] = pages
+    return PagedRows(np.array(table, np.int32), padded)

@@ -4,7 +4,8 @@ Per layer, K and V apart (one array for all layers would be copied on every writ
     hot   [n_hot * P, Hk, D]    token-major, written by each step through one flat index
     pool  [pages, Hk, P, D]     head-major, written once per page, when it is sealed
 A write reuses the buffer only while no one else holds it, so arrays are replaced here and nowhere
-else, and a step's arrays are evaluated together with its tokens.
+else, one operation both seals and writes a layer, and a step's arrays are evaluated together with
+its tokens.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import mlx.core as mx
 
 from mlxserve.cache.manager import LayerGroup
 from mlxserve.cache.spec import PAGE_TOKENS
+from mlxserve.kernels.append import append
 from mlxserve.types import Seal
 
 MIN_PAGES = 8
@@ -42,6 +44,7 @@ class Storage:
 
     def reset(self) -> None:
         """Empty arrays in place of the present ones."""
+        self._moves: dict[int, mx.array] = {}
         self.hot: list[tuple[mx.array, mx.array]] = []
         self.pool: list[tuple[mx.array, mx.array]] = []
         for index in self.group_of:
@@ -51,19 +54,26 @@ class Storage:
             self.pool.append(_pair((n_pool, spec.heads, PAGE_TOKENS, spec.dim), self.dtype))
         mx.eval(self.arrays())
 
+    def seal(self, moves: Sequence[Seal]) -> None:
+        """Copy hot pages to their pool pages, lazily: each layer with its next write."""
+        if not moves:
+            return
+        by_group = [
+            mx.array([(move.hot, move.pages[group]) for move in moves], mx.int32)
+            for group in range(len(self.groups))
+        ]
+        self._moves = dict(enumerate(by_group[group] for group in self.group_of))
+
     def write(self, layer: int, index: mx.array, k: mx.array, v: mx.array) -> None:
         """Put new tokens at flat hot positions. index: int32 `[T]`; k, v: `[T, Hk, D]`."""
-        hot_k, hot_v = self.hot[layer]
-        hot_k[index] = k
-        hot_v[index] = v
+        moves = self._moves.pop(layer, None)
+        hot, pool = self.hot[layer], self.pool[layer]
+        self.hot[layer], self.pool[layer] = append(hot, pool, index, k, v, moves)
 
-    def seal(self, moves: Sequence[Seal]) -> None:
-        """Copy hot pages to their pool pages, lazily, each in a third of a scatter's time."""
-        for layer, group in enumerate(self.group_of):
-            for hot, pool in zip(self.hot[layer], self.pool[layer], strict=True):
-                for move in moves:
-                    start = move.hot * PAGE_TOKENS
-                    pool[move.pages[group]] = hot[start : start + PAGE_TOKENS].swapaxes(0, 1)
+    @property
+    def sealing(self) -> bool:
+        """Whether pages wait to be sealed."""
+        return bool(self._moves)
 
     def short(self, hot: int, pools: Sequence[int]) -> bool:
         """Whether so many pages need more than the present capacity."""
@@ -83,7 +93,16 @@ class Storage:
 
     def arrays(self) -> list[mx.array]:
         """Everything a step may have written, to evaluate with it."""
+        for layer in list(self._moves):  # those that the step didn't write
+            hot_k = self.hot[layer][0]
+            none = mx.zeros((0, *hot_k.shape[1:]), hot_k.dtype)
+            self.write(layer, mx.zeros((0,), mx.int32), none, none)
         return [array for pair in (*self.hot, *self.pool) for array in pair]
+
+    def replace(self, arrays: Sequence[mx.array]) -> None:
+        """Take what a step has made of `arrays()`."""
+        pairs = list(zip(arrays[::2], arrays[1::2], strict=True))
+        self.hot, self.pool = pairs[: len(self.hot)], pairs[len(self.hot) :]
 
     @property
     def nbytes(self) -> int:

@@ -77,13 +77,14 @@ def describe(new: HubModel) -> list[str]:
     import mlx.core as mx
 
     from mlxserve.engine import footprint
+    from mlxserve.kernels import matmul
     from mlxserve.memory import device_limit_bytes
     from mlxserve.sources.hub_fetch import free_bytes, read_config
 
     size = count_bytes
     config, elements = read_config(new)
     metal, limit = mx.metal.is_available(), device_limit_bytes()
-    weights = footprint.loaded_bytes(config, new.weight_bytes, metal=metal, elements=elements)
+    weights = footprint.loaded_bytes(config, new.weight_bytes, form=matmul.form(), elements=elements)
     need = footprint.footprint(config, weights, limit, metal=metal)
     kept = new.size_bytes - new.missing_bytes()
     lines = [

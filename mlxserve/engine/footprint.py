@@ -17,6 +17,7 @@ from mlxserve.cache.storage import page_bytes
 from mlxserve.config import EngineConfig
 from mlxserve.engine.core import plan_pages
 from mlxserve.errors import CapacityError
+from mlxserve.kernels.matmul import Form
 from mlxserve.models import registry
 
 USEFUL_CONTEXT_TOKENS = 8192
@@ -44,12 +45,14 @@ APPLE_GB_S: dict[str, float] = {
 }
 
 
-# Bits per weight on Metal of the GGUF types that load: with scale and bias, 16 bits for 32 weights.
-GGUF_BITS: dict[str, int] = {"F32": 32, "F16": 16, "BF16": 16} | {
-    kind: bits + 1
+# Half bits per weight of the GGUF types that load: a scale and a bias of 16 bits for 32 weights.
+# Native panels leave out the bias of types that are symmetric.
+GGUF_HALF_BITS: dict[str, int] = {"F32": 64, "F16": 32, "BF16": 32} | {
+    kind: 2 * bits + 2
     for bits, kinds in {4: "Q4_0 Q4_1 Q4_K", 5: "Q5_0 Q5_1 Q5_K", 8: "Q8_0 Q6_K"}.items()
     for kind in kinds.split()
 }
+SYMMETRIC = ("Q4_0", "Q5_0", "Q8_0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,21 +118,24 @@ def loaded_bytes(
     config: Mapping[str, Any],
     file_bytes: int,
     *,
-    metal: bool,
+    form: Form,
     elements: Mapping[str, int] | None = None,
 ) -> int:
     """Bytes of the weights once loaded, told from config.json; reads and allocates nothing.
 
-    CPUs compute in float32, also from quantised files: each weight takes 4 bytes there. Metal keeps
-    them as they are in the files (file_bytes), but for a GGUF file's. elements: those, by type.
+    form: how this device keeps matrices (`kernels.matmul.form`). Metal and the native kernels keep
+    them as they are in the files (file_bytes), but for a GGUF file's; elements: those, by type.
     Raises ModelError for a config that this version can't run.
     """
-    if not metal:
+    if form == "float32":
         module = cast(nn.Module, registry.build(config))
         return 4 * sum(array.size for _, array in cast(list, tree_flatten(module.parameters())))
-    if elements:
-        return sum(n * GGUF_BITS[kind] for kind, n in elements.items()) // 8
-    return file_bytes
+    if not elements:
+        return file_bytes
+    half_bits = sum(n * GGUF_HALF_BITS[kind] for kind, n in elements.items())
+    if form == "panels":
+        half_bits -= sum(elements.get(kind, 0) for kind in SYMMETRIC)
+    return half_bits // 16
 
 
 def is_float32(config: Mapping[str, Any]) -> bool:

@@ -7,8 +7,10 @@ import numpy as np
 
 from mlxserve.cache.batch import BatchView
 from mlxserve.cache.storage import Storage
+from mlxserve.engine.forward import Forward
 from mlxserve.engine.sampling import logprobs, sample
 from mlxserve.engine.scheduler import ChunkResult
+from mlxserve.kernels import select
 from mlxserve.models.base import Model
 from mlxserve.types import Chunk, Logprob, StepPlan
 
@@ -22,20 +24,29 @@ NOT_FINITE = (
 class InFlight:
     """A step that is built, and after `submit` under way. `read` waits for it."""
 
-    def __init__(self, plan: StepPlan, model: Model, storage: Storage, ids: mx.array) -> None:
+    def __init__(self, plan: StepPlan, forward: Forward, storage: Storage, ids: mx.array) -> None:
         self.plan = plan
-        self._model = model
+        self._forward = forward
         self._storage = storage
-        hidden = model(ids, BatchView(storage, plan))
         self.sampled: list[Chunk] = []
         self.ids: mx.array | None = None
         self._scored: dict[int, mx.array] = {}
         self._finite: mx.array | None = None
         self._logprob_rows: list[int] = []
         self._logprobs: tuple[mx.array, ...] = ()
+        self._hidden: mx.array | None = None
+        view = BatchView(storage, plan)
+        if all(chunk.samples and chunk.n == 1 for chunk in plan.chunks):
+            self.sampled = list(plan.chunks)
+            self._sample(forward.decode(ids, view))
+        else:
+            self._prompt(forward.hidden(ids, view))
+
+    def _prompt(self, hidden: mx.array) -> None:
+        """A step with chunks of prompts: only the last token of each that is complete is sampled."""
         last: list[int] = []
         first = 0
-        for chunk in plan.chunks:
+        for chunk in self.plan.chunks:
             if chunk.samples:
                 self.sampled.append(chunk)
                 last.append(first + chunk.n - 1)
@@ -43,13 +54,13 @@ class InFlight:
                 self._scored[id(chunk)] = hidden[first : first + chunk.n]
             first += chunk.n
         if last:
-            self._sample(model.logits(hidden[mx.array(last)]).astype(mx.float32))
+            self._sample(self._forward.logits(hidden[mx.array(last)]))
         self._hidden = None if last or self._scored else hidden
 
     def _sample(self, logits: mx.array) -> None:
         seqs = [chunk.seq for chunk in self.sampled]
-        self.ids = sample(logits, seqs)
-        self._finite = mx.isfinite(logits.sum(axis=-1))
+        best, self._finite = select.greedy(logits)
+        self.ids = sample(logits, seqs, best)
         params = [seq.request.params for seq in seqs]
         self._logprob_rows = [row for row, p in enumerate(params) if p.logprobs]
         if self._logprob_rows:
@@ -99,9 +110,9 @@ class InFlight:
 
     def _read_logits(self, hidden: mx.array) -> np.ndarray:
         """float32 `[n, V]`, block by block: a chunk's logits over a large vocabulary are large."""
-        rows = max(1, LOGITS_BLOCK_BYTES // (4 * self._model.vocab_size))
+        rows = max(1, LOGITS_BLOCK_BYTES // (4 * self._forward.vocab_size))
         blocks = [
-            np.array(self._model.logits(hidden[i : i + rows]).astype(mx.float32))
+            np.array(self._forward.logits(hidden[i : i + rows]))
             for i in range(0, hidden.shape[0], rows)
         ]
         return np.concatenate(blocks)
@@ -111,13 +122,13 @@ class Runner:
     """The model and its storage."""
 
     def __init__(self, model: Model, storage: Storage) -> None:
-        self.model = model
         self.storage = storage
+        self._forward = Forward(model, storage)
 
     def build(self, plan: StepPlan, previous: InFlight | None) -> InFlight:
         """Seal, then build one step lazily on top of `previous`, whose tokens are not read yet."""
         self.storage.seal(plan.seals)
-        return InFlight(plan, self.model, self.storage, _input_ids(plan, previous))
+        return InFlight(plan, self._forward, self.storage, _input_ids(plan, previous))
 
 
 def _input_ids(plan: StepPlan, previous: InFlight | None) -> mx.array:
@@ -131,6 +142,10 @@ def _input_ids(plan: StepPlan, previous: InFlight | None) -> mx.array:
         if len(known) < chunk.n:
             unread.append((len(ids), rows[id(chunk.seq)]))
             ids.append(0)
+    if previous is not None and previous.ids is not None:
+        sources = [source for _, source in unread]
+        if len(unread) == len(ids) and sources == list(range(previous.ids.size)):
+            return previous.ids  # the same rows, all of them
     result = mx.array(ids, mx.int32)
     if unread and previous is not None and previous.ids is not None:
         places, sources = zip(*unread, strict=True)

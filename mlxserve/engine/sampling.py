@@ -1,7 +1,7 @@
 """Choosing tokens: `(logits [B, V], sequences) -> ids [B]`, each row by its own parameters.
 
-Rows are split by what they need (greedy, plain draw, filtered draw), never by what their batch
-mates need, so that a row's tokens do not depend on who else is in the batch.
+Rows are split by what they need (greedy or a draw), and a draw depends on nothing but its own row,
+so that a row's tokens do not depend on who else is in the batch.
 """
 
 import hashlib
@@ -11,18 +11,23 @@ from collections.abc import Sequence as Seq
 import mlx.core as mx
 import numpy as np
 
+from mlxserve.kernels import select
 from mlxserve.types import SamplingParams, Sequence
 
 
-def sample(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
+def sample(logits: mx.array, seqs: Seq[Sequence], best: mx.array) -> mx.array:
     """Draw one token per row, lazily.
 
     logits: float32 `[B, V]`; seqs: the sequence of each row, whose `outputs` counts this token
-    already. Returns int32 `[B]`. Updates `counts` of sequences with penalties.
+    already; best: int32 `[B]`, the likeliest of `logits`. Returns int32 `[B]`. Updates `counts` of
+    sequences with penalties.
     """
     params = [seq.request.params for seq in seqs]
+    plain = logits
     logits = _biased(_penalised(logits, seqs), seqs)
-    kinds = [_kind(p) for p in params]
+    if logits is plain and all(p.temperature == 0 for p in params):
+        return best
+    kinds = ["greedy" if p.temperature == 0 else "drawn" for p in params]
     order: list[int] = []
     parts: list[mx.array] = []
     for kind, draw in _DRAWS.items():
@@ -30,7 +35,7 @@ def sample(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
         if not rows:
             continue
         chosen = logits if len(rows) == len(seqs) else logits[mx.array(rows)]
-        parts.append(draw(chosen, [seqs[i] for i in rows]).astype(mx.int32))
+        parts.append(draw(chosen, [seqs[i] for i in rows]))
         order += rows
     ids = parts[0] if len(parts) == 1 else mx.concatenate(parts)[mx.array(np.argsort(order))]
     for row, seq in enumerate(seqs):
@@ -50,12 +55,6 @@ def logprobs(logits: mx.array, ids: mx.array, top: int) -> tuple[mx.array, mx.ar
     chosen = mx.take_along_axis(normalised, ids[:, None], axis=-1)[:, 0]
     best = mx.argpartition(-normalised, kth=max(top - 1, 0), axis=-1)[:, :top]
     return chosen, best, mx.take_along_axis(normalised, best, axis=-1)
-
-
-def _kind(p: SamplingParams) -> str:
-    if p.temperature == 0:
-        return "greedy"
-    return "filtered" if p.top_k or p.top_p < 1 or p.min_p > 0 else "plain"
 
 
 def _penalised(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
@@ -96,50 +95,28 @@ def _biased(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
 
 
 def _greedy(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
-    return mx.argmax(logits, axis=-1)
+    return select.greedy(logits)[0]
 
 
-def _plain(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
-    return _draw(_scaled(logits, seqs), seqs)
+def _drawn(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
+    """One draw per row, by a key of the row's seed and how far it has come."""
+    return select.draw(logits, [_choice(seq) for seq in seqs])
 
 
-def _filtered(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
-    """Temperature, then top-k, top-p and min-p on the sorted row; the likeliest always stays."""
-    params = [seq.request.params for seq in seqs]
-    vocab = logits.shape[-1]
-    scaled = _scaled(logits, seqs)
-    order = mx.argsort(-scaled, axis=-1)
-    x = mx.take_along_axis(scaled, order, axis=-1)
-    x = mx.where(mx.arange(vocab) < _column(p.top_k or vocab for p in params), x, -mx.inf)
-    probs = mx.softmax(x, axis=-1)
-    top_p = _column(p.top_p for p in params)
-    before = mx.cumsum(probs, axis=-1) - probs
-    # A sum that rounds to just over 1 must not cut the tail where top_p is off.
-    x = mx.where((before < top_p) | (top_p >= 1), x, -mx.inf)
-    probs = mx.softmax(x, axis=-1)
-    x = mx.where(probs >= _column(p.min_p for p in params) * probs[:, :1], x, -mx.inf)
-    return mx.take_along_axis(order, _draw(x, seqs)[:, None], axis=-1)[:, 0]
+def _choice(seq: Sequence) -> select.Choice:
+    p: SamplingParams = seq.request.params
+    high, low = _key(seq.seed, seq.outputs)
+    return select.Choice(high, low, max(p.temperature, 1e-6), p.top_k, p.top_p, p.min_p)
 
 
-def _scaled(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
-    """Logits over temperature, the likeliest at 0, so that no temperature overflows float32."""
-    temperature = _column(max(seq.request.params.temperature, 1e-6) for seq in seqs)
-    return (logits - logits.max(axis=-1, keepdims=True)) / temperature
-
-
-def _draw(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
-    """One draw per row from softmax(logits), by a key of the row's seed and how far it has come."""
-    keys = mx.array(np.array([_key(seq.seed, seq.outputs) for seq in seqs], np.uint32))
-    return mx.vmap(lambda row, key: mx.random.categorical(row, key=key))(logits, keys)
-
-
-def _key(seed: int, index: int) -> tuple[int, ...]:
+def _key(seed: int, index: int) -> tuple[int, int]:
     digest = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
-    return struct.unpack("<II", digest)
+    high, low = struct.unpack("<II", digest)
+    return high, low
 
 
 def _column(values) -> mx.array:
     return mx.array(list(values), mx.float32)[:, None]
 
 
-_DRAWS = {"greedy": _greedy, "plain": _plain, "filtered": _filtered}
+_DRAWS = {"greedy": _greedy, "drawn": _drawn}

@@ -1,19 +1,64 @@
-"""Attention of a step's new tokens over hot and sealed pages: the reference, in MLX ops."""
+"""Attention of a step's new tokens over hot and sealed pages."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
+
+from mlxserve.kernels.registry import check_close, native
+
+PAGE_TOKENS = 64  # cache.spec's, which this package may not import
+
+
+class PagedRows:
+    """Where the rows of a step find their keys and values; one for all layers that share page ids.
+
+    table: int32 `[R, 6]`, per row
+        first, n, start: its queries are tokens first .. first + n of the step, rows end to end, at
+            positions start .. start + n of its sequence;
+        base_page: the oldest page that it still has: positions from base_page * 64 on;
+        sealed: how many of its pages, from there on, lie in the pool; the others are hot;
+        pages_at: where in `pages` its ids begin, one for each page up to that of its last query.
+    pages: int32, page ids of all rows.
+    """
+
+    def __init__(self, table: np.ndarray, pages: np.ndarray) -> None:
+        self.table = np.ascontiguousarray(table, np.int32)
+        self.pages = np.ascontiguousarray(pages, np.int32)
+        self._handle: Any = None
+
+    @cached_property
+    def arrays(self) -> tuple[mx.array, mx.array]:
+        """Table and pages for the device."""
+        return mx.array(self.table), mx.array(self.pages)
+
+    def handle(self, kernels: ModuleType) -> Any:
+        """The native kernel's form. Raises ValueError where rows and pages don't fit together."""
+        if self._handle is None:
+            self._handle = kernels.PagedRows(self.table, self.pages)
+        return self._handle
+
+    @cached_property
+    def rows(self) -> list["RowPages"]:
+        """The reference's form."""
+        made = []
+        for first, n, start, base, sealed, at in self.table.tolist():
+            end = at + -(-(start + n) // PAGE_TOKENS) - base
+            pool, hot = self.pages[at : at + sealed], self.pages[at + sealed : end]
+            table = mx.array(pool) if sealed else None
+            made.append(RowPages(first, n, start, base * PAGE_TOKENS, table, mx.array(hot)))
+        return made
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowPages:
-    """Where one row of a step finds its keys and values.
+    """One row for the reference.
 
-    Its queries are tokens `first .. first + n` of the step, at positions `start .. start + n`.
-    base: position of the first gathered key, a multiple of the page size.
-    sealed: int32 page ids in the pool, oldest first, or None; hot: int32 ids of the hot pages
-    after them.
+    base: position of the first gathered key. sealed: page ids in the pool, oldest first, or None;
+    hot: ids of the hot pages after them.
     """
 
     first: int
@@ -28,7 +73,7 @@ def paged_attention(
     q: mx.array,
     hot: tuple[mx.array, mx.array],
     pool: tuple[mx.array, mx.array],
-    rows: Sequence[RowPages],
+    rows: PagedRows,
     *,
     scale: float,
     window: int | None = None,
@@ -37,22 +82,63 @@ def paged_attention(
 ) -> mx.array:
     """Softmax attention (Vaswani et al. 2017) of ragged rows over paged keys and values.
 
-    q: `[T, Hq, D]`, rows end to end. hot: K and V, `[n_hot * P, Hk, D]` each, token-major; the new
-    tokens are already in them. pool: K and V, `[pages, Hk, P, D]` each, head-major. Returns `[T,
-    Hq, D]`.
+    q: `[T, Hq, D]`, rows end to end. hot: K and V, `[n_hot * 64, Hk, D]` each, token-major; the new
+    tokens are already in them. pool: K and V, `[pages, Hk, 64, D]` each, head-major. All four in
+    float32, float16 or bfloat16. Returns `[T, Hq, D]` in q's dtype.
 
     The query at position p sees keys up to p, and with `window` only those after p - window.
     sinks: `[Hq]`, a logit per head that takes part in the softmax and has no value (Xiao et al.
     2023, arXiv:2309.17453). softcap: c replaces a score s by c * tanh(s / c) (Gemma 2,
-    arXiv:2408.00118). Raises ValueError if the rows do not cover q, or Hq is not a multiple of Hk.
+    arXiv:2408.00118). Raises ValueError if the rows don't cover q, Hq isn't a multiple of Hk, or
+    (native) any shape, dtype or page id doesn't fit.
+
+    The native kernel never holds a matrix of scores (online softmax, Milakov and Gimelshein 2018,
+    arXiv:1805.02867), and gives a query the same bits alone, in a batch and in any chunk.
     """
+    kernels = native("attention")
+    if kernels is None:
+        return _reference(q, hot, pool, rows, scale, window, sinks, softcap)
+    return _native(kernels, q, hot, pool, rows, scale, window, sinks, softcap)
+
+
+def _native(
+    kernels: ModuleType,
+    q: mx.array,
+    hot: tuple[mx.array, mx.array],
+    pool: tuple[mx.array, mx.array],
+    rows: PagedRows,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+    softcap: float | None,
+) -> mx.array:
+    if sinks is not None and sinks.dtype != mx.float32:
+        sinks = sinks.astype(mx.float32)
+    wide = q if q.dtype == mx.float32 else q.astype(mx.float32)
+    handle = rows.handle(kernels)
+    how = (scale, window, sinks, softcap)
+    out = kernels.paged_attention(wide, *hot, *pool, handle, *rows.arrays, *how)
+    return out if wide is q else out.astype(q.dtype)
+
+
+def _reference(
+    q: mx.array,
+    hot: tuple[mx.array, mx.array],
+    pool: tuple[mx.array, mx.array],
+    rows: PagedRows,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+    softcap: float | None,
+) -> mx.array:
     heads = hot[0].shape[1]
     if q.shape[1] % heads:
         raise ValueError(f"{q.shape[1]} query heads can't share {heads} key heads evenly")
-    if sum(row.n for row in rows) != q.shape[0]:
-        raise ValueError(f"rows cover {sum(row.n for row in rows)} tokens, q has {q.shape[0]}")
+    covered = int(rows.table[:, 1].sum())
+    if covered != q.shape[0]:
+        raise ValueError(f"rows cover {covered} tokens, q has {q.shape[0]}")
     outs = []
-    for row in rows:
+    for row in rows.rows:
         low = row.base if window is None else max(row.base, row.start - window + 1)
         k, v = (
             _gather(hot_kv, pool_kv, row)[:, low - row.base : row.start + row.n - row.base]
@@ -117,3 +203,20 @@ def _softcapped(
     else:
         weights = mx.softmax(scores, -1)
     return (weights @ v[:, None].astype(mx.float32)).reshape(hq, n, dim).astype(q.dtype)
+
+
+def check(kernels: ModuleType) -> None:
+    """Kernel against reference, every option, two shapes of head. Raises ArithmeticError."""
+    key = iter(mx.random.split(mx.random.key(0), 10))
+    # A decode row of four pages, one of its first token, a chunk across a border.
+    table = np.array([[0, 1, 200, 0, 3, 0], [1, 1, 0, 0, 0, 4], [2, 9, 60, 0, 0, 5]])
+    rows = PagedRows(table, np.array([2, 0, 1, 3, 1, 0, 2]))
+    for dim, dtype, window, softcap in ((20, mx.float16, 70, None), (64, mx.float32, None, 3.0)):
+        hot_k, hot_v = (mx.random.normal((256, 2, dim), key=next(key)) for _ in "kv")
+        pool_k, pool_v = (mx.random.normal((3, 2, 64, dim), key=next(key)) for _ in "kv")
+        hot = (hot_k.astype(dtype), hot_v.astype(dtype))
+        pool = (pool_k.astype(dtype), pool_v.astype(dtype))
+        q = mx.random.normal((11, 6, dim), key=next(key))
+        sinks = None if softcap else q[0, :, 0]
+        how = (q, hot, pool, rows, dim**-0.5, window, sinks, softcap)
+        check_close("attention", _native(kernels, *how), _reference(*how), 1e-5)

@@ -62,15 +62,3 @@ def dequantize(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
         mode=packed.mode,
         dtype=dtype,
     )
-
-
-def prepare(packed: PackedWeight) -> PackedWeight | mx.array:
-    """The form of a quantised weight that this device computes with, chosen once at load.
-
-    Metal keeps it packed. MLX's CPU matmul over packed weights is a scalar reference (0.7 GB/s,
-    against 8 GB/s over float32), so there the weight becomes a float32 array until a native kernel
-    does better.
-    """
-    if mx.metal.is_available():
-        return packed
-    return dequantize(packed, mx.float32)

@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlxserve.cache.spec import FullKV, LayerSpec, WindowKV
 from mlxserve.kernels.quantized import PackedWeight
 from mlxserve.models.base import ConfigReader, LayerView, View, Weights
-from mlxserve.models.layers import Embedding, Gate, GatedMLP, Linear, RMSNorm, make_gate, soft_cap
+from mlxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project, soft_cap
 from mlxserve.models.rope import Rope, rope_from_config
 
 ACTIVATION = "gelu_pytorch_tanh"
@@ -118,10 +118,9 @@ class Attention(nn.Module):
 
     def __call__(self, x: mx.array, positions: mx.array, layer: LayerView) -> mx.array:
         T = x.shape[0]
-        q = self.q_norm(self.q_proj(x).reshape(T, -1, self.head_dim))
-        k = self.k_norm(self.k_proj(x).reshape(T, -1, self.head_dim))
-        v = self.v_proj(x).reshape(T, -1, self.head_dim)
-        q, k = self.rope(q, positions), self.rope(k, positions)
+        projected = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (y.reshape(T, -1, self.head_dim) for y in projected)
+        q, k = self.rope(q, k, positions, self.q_norm, self.k_norm)
         out = layer.attend(q, k, v, scale=self.scale, softcap=self.cap)
         return self.o_proj(out.reshape(T, -1))
 
@@ -129,13 +128,13 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One layer: attention and MLP, each normalised before and after, then added to the stream."""
 
-    def __init__(self, c: Gemma3Config, gate: Gate, sliding: bool) -> None:
+    def __init__(self, c: Gemma3Config, sliding: bool) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(c.width, c.eps)
         self.self_attn = Attention(c, sliding)
         self.post_attention_layernorm = RMSNorm(c.width, c.eps)
         self.pre_feedforward_layernorm = RMSNorm(c.width, c.eps)
-        self.mlp = GatedMLP(c.width, c.inner, gate)
+        self.mlp = GatedMLP(c.width, c.inner, ACTIVATION)
         self.post_feedforward_layernorm = RMSNorm(c.width, c.eps)
 
     def __call__(self, x: mx.array, positions: mx.array, layer: LayerView) -> mx.array:
@@ -150,10 +149,9 @@ class Trunk(nn.Module):
 
     def __init__(self, c: Gemma3Config) -> None:
         super().__init__()
-        gate = make_gate(ACTIVATION)
         self.embed_scale = c.width**0.5
         self.embed_tokens = Embedding(c.vocab_size, c.width)
-        self.layers = [Block(c, gate, sliding) for sliding in c.sliding]
+        self.layers = [Block(c, sliding) for sliding in c.sliding]
         self.norm = RMSNorm(c.width, c.eps)
 
     def __call__(self, ids: mx.array, view: View) -> mx.array:

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from mlxserve.cache.spec import FullKV, LayerSpec, WindowKV
 from mlxserve.models.base import ConfigReader, LayerView, View, Weights
-from mlxserve.models.layers import Embedding, Gate, GatedMLP, Linear, RMSNorm, make_gate
+from mlxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project
 from mlxserve.models.rope import Rope, rope_from_config
 
 
@@ -97,31 +97,30 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else None
 
-    def __call__(self, x: mx.array, positions: mx.array, layer: LayerView) -> mx.array:
+    def __call__(
+        self, x: mx.array, positions: mx.array, layer: LayerView, add: mx.array
+    ) -> mx.array:
         T = x.shape[0]
-        q = self.q_proj(x).reshape(T, -1, self.head_dim)
-        k = self.k_proj(x).reshape(T, -1, self.head_dim)
-        v = self.v_proj(x).reshape(T, -1, self.head_dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self.rope(q, positions), self.rope(k, positions)
+        projected = project(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (y.reshape(T, -1, self.head_dim) for y in projected)
+        q, k = self.rope(q, k, positions, self.q_norm, self.k_norm)
         out = layer.attend(q, k, v, scale=self.scale)
-        return self.o_proj(out.reshape(T, -1))
+        return self.o_proj(out.reshape(T, -1), add)
 
 
 class Block(nn.Module):
     """One layer: attention and MLP, each normalised before and added to the stream."""
 
-    def __init__(self, c: LlamaConfig, gate: Gate) -> None:
+    def __init__(self, c: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(c.width, c.eps)
         self.self_attn = Attention(c)
         self.post_attention_layernorm = RMSNorm(c.width, c.eps)
-        self.mlp = GatedMLP(c.width, c.inner, gate, bias=c.mlp_bias)
+        self.mlp = GatedMLP(c.width, c.inner, "silu", bias=c.mlp_bias)
 
     def __call__(self, x: mx.array, positions: mx.array, layer: LayerView) -> mx.array:
-        x = x + self.self_attn(self.input_layernorm(x), positions, layer)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(self.input_layernorm(x), positions, layer, x)
+        return self.mlp(self.post_attention_layernorm(x), x)
 
 
 class Trunk(nn.Module):
@@ -129,9 +128,8 @@ class Trunk(nn.Module):
 
     def __init__(self, c: LlamaConfig) -> None:
         super().__init__()
-        gate = make_gate("silu")
         self.embed_tokens = Embedding(c.vocab_size, c.width)
-        self.layers = [Block(c, gate) for _ in c.windows]
+        self.layers = [Block(c) for _ in c.windows]
         self.norm = RMSNorm(c.width, c.eps)
 
     def __call__(self, ids: mx.array, view: View) -> mx.array:

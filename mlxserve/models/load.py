@@ -10,13 +10,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxserve.errors import ModelError
-from mlxserve.kernels import quantized
+from mlxserve.kernels import matmul
+from mlxserve.kernels.matmul import PanelWeight, Weight
 from mlxserve.kernels.quantized import PackedWeight
 from mlxserve.models.base import Model, Weights
-from mlxserve.models.layers import Embedding
+from mlxserve.models.layers import Embedding, Linear
 from mlxserve.models.registry import build
 
-Prepare = Callable[[PackedWeight], PackedWeight | mx.array]
+Prepare = Callable[[mx.array | PackedWeight, mx.Dtype], Weight]
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPUTE_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -28,17 +29,17 @@ def load_model(
     weights: Weights,
     *,
     compute_dtype: mx.Dtype | None = None,
-    prepare: Prepare = quantized.prepare,
+    prepare: Prepare = matmul.prepare,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Model:
     """The model of `config` with `weights` installed and evaluated: any thread may run it.
 
     weights: tensors under their checkpoint names, dense or packed. The dict is emptied, so that a
         source is freed once its layer is converted: the peak is the model plus the largest group.
-    compute_dtype: float32, float16 or bfloat16 for activations and dense weights. None keeps the
-        checkpoint's own type on Metal and takes float32 on CPU, which emulates 16-bit floats.
+    compute_dtype: float32, float16 or bfloat16 for activations, and for dense weights on Metal.
+        None keeps the checkpoint's own type on Metal and takes float32 on CPU.
     cancelled: asked now and then; once it is true, loading ends with ModelError.
-    prepare: the form in which this device computes with a packed weight.
+    prepare: the form in which this device computes with a matrix.
 
     Raises ModelError for an unsupported config, and, naming the tensors, for weights that are
     missing, unexpected, of another shape or not floating.
@@ -64,9 +65,7 @@ def load_model(
             raise ModelError("loading was cancelled")
         arrays: list[mx.array] = []
         for name in names:
-            value = _convert(pending.pop(name), dtype, prepare)
-            _install(module, name, value, dtype)
-            arrays += _arrays(value)
+            arrays += _install(module, name, pending.pop(name), dtype, prepare)
         mx.eval(arrays)
     model.dtype = dtype
     mx.clear_cache()  # the sources' buffers, which nothing will ask for again
@@ -94,9 +93,11 @@ def activation_dtype(weights: Weights, *, metal: bool, float16_safe: bool = True
     return mx.bfloat16 if dtype == mx.float16 and not float16_safe else dtype
 
 
-def _arrays(value: mx.array | PackedWeight) -> list[mx.array]:
-    if not isinstance(value, PackedWeight):
+def _arrays(value: Weight) -> list[mx.array]:
+    if isinstance(value, mx.array):
         return [value]
+    if isinstance(value, PanelWeight):
+        return [value.data]
     return [a for a in (value.weight, value.scales, value.biases) if a is not None]
 
 
@@ -111,20 +112,6 @@ def _groups(expected: Mapping[str, Any]) -> Iterator[list[str]]:
         yield list(names)
 
 
-def _convert(
-    value: mx.array | PackedWeight, dtype: mx.Dtype, prepare: Prepare
-) -> mx.array | PackedWeight:
-    if isinstance(value, PackedWeight):
-        value = prepare(value)
-    if not isinstance(value, PackedWeight):
-        return value.astype(dtype)
-    if not mx.issubdtype(value.scales.dtype, mx.floating):  # the mx formats' 8-bit exponents
-        return value
-    biases = None if value.biases is None else value.biases.astype(dtype)
-    scales = value.scales.astype(dtype)
-    return PackedWeight(value.weight, scales, biases, value.bits, value.group_size, value.mode)
-
-
 def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
     """The module that holds the tensor `name`, and the tensor's name in it."""
     *path, leaf = name.split(".")
@@ -134,11 +121,26 @@ def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
     return node, leaf
 
 
-def _install(module: nn.Module, name: str, value: mx.array | PackedWeight, dtype: mx.Dtype) -> None:
+def _install(
+    module: nn.Module,
+    name: str,
+    value: mx.array | PackedWeight,
+    dtype: mx.Dtype,
+    prepare: Prepare,
+) -> list[mx.array]:
+    """Put a tensor to its place, in its final form. Returns the arrays to evaluate."""
     owner, leaf = _owner(module, name)
-    setattr(owner, leaf, value)
+    ready: Weight
+    if isinstance(owner, Linear | Embedding) and leaf == "weight":
+        ready = prepare(value, dtype)
+    elif isinstance(value, mx.array):
+        ready = value.astype(dtype)
+    else:
+        raise ModelError(f"{name} is quantised; only the weights of linear layers may be")
+    setattr(owner, leaf, ready)
     if isinstance(owner, Embedding):
         owner.dtype = dtype
+    return _arrays(ready)
 
 
 def _tidy(weights: Weights, *, tied: bool) -> Weights:

@@ -8,7 +8,9 @@ from typing import Any
 import mlx.core as mx
 
 from mlxserve.errors import ModelError
+from mlxserve.kernels.rope import rotate
 from mlxserve.models.base import ConfigReader, positive
+from mlxserve.models.layers import RMSNorm
 
 
 class Rope:
@@ -21,22 +23,23 @@ class Rope:
         self.periods = mx.array([1.0 / f for f in frequencies], dtype=mx.float32)
         self.gain = gain
 
-    def __call__(self, x: mx.array, positions: mx.array) -> mx.array:
-        """x: `[T, H, D]`; positions: int32 `[T]`. Returns `[T, H, D]` in x's dtype."""
-        T, H, D = x.shape
-        if self.gain != 1.0:
-            x = x * self.gain
-        # Every token is a batch row of length 1, because mx.fast.rope takes one offset per row.
-        y = mx.fast.rope(
-            x.reshape(T, H, 1, D),
-            D,
-            traditional=False,
-            base=None,
-            scale=1.0,
-            offset=positions,
-            freqs=self.periods,
-        )
-        return y.reshape(T, H, D)
+    def __call__(
+        self,
+        q: mx.array,
+        k: mx.array,
+        positions: mx.array,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """Queries `[T, Hq, D]` and keys `[T, Hk, D]` of tokens at positions, int32 `[T]`.
+
+        q_norm, k_norm: both or none; of each head, before it is turned. Returns q and k in their
+        dtypes.
+        """
+        if q_norm is None or k_norm is None:
+            return rotate(q, k, positions, self.periods, self.gain)
+        weights = {"q_norm": q_norm.weight, "k_norm": k_norm.weight}
+        return rotate(q, k, positions, self.periods, self.gain, **weights, eps=q_norm.eps)
 
 
 def rope_from_config(

@@ -6,6 +6,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from mlxserve.engine import footprint as fp
 from mlxserve.errors import ModelError
+from mlxserve.kernels import matmul
 from mlxserve.kernels.quantized import PackedWeight, dequantize
 from mlxserve.models import registry
 from mlxserve.sources.checkpoint import open_checkpoint
@@ -69,36 +70,53 @@ def test_bandwidth_is_known_or_measured():
     assert 1e8 < fp.measure_bandwidth(1 << 22, 0.01) < 1e13
 
 
-def test_weights_that_a_cpu_widens():
+def test_weights_that_are_widened():
     config = LLAMA_8B | {"tie_word_embeddings": False}
     n = 8_030_261_248
-    assert fp.loaded_bytes(config, 5 * GIB, metal=False) == 4 * n
-    assert fp.loaded_bytes(config, 5 * GIB, metal=False, elements={"Q4_K": n}) == 4 * n
-    assert fp.loaded_bytes(config, 5 * GIB, metal=True) == 5 * GIB
-    assert fp.loaded_bytes(config, 5 * GIB, metal=True, elements={"Q4_K": 64, "F16": 8}) == 56
+    assert fp.loaded_bytes(config, 5 * GIB, form="float32") == 4 * n
+    assert fp.loaded_bytes(config, 5 * GIB, form="float32", elements={"Q4_K": n}) == 4 * n
     with pytest.raises(ModelError, match="isn't supported"):
-        fp.loaded_bytes({"model_type": "mamba"}, 0, metal=False)
+        fp.loaded_bytes({"model_type": "mamba"}, 0, form="float32")
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
+@pytest.mark.parametrize(("form", "symmetric"), [("packed", 40), ("panels", 36)])
+def test_weights_that_stay_packed(form, symmetric):
+    def told(elements):
+        return fp.loaded_bytes(LLAMA_8B, 5 * GIB, form=form, elements=elements)
+
+    assert told({}) == 5 * GIB
+    assert told({"Q4_K": 64, "F16": 8}) == 56
+    assert told({"Q4_0": 64}) == symmetric
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
 def test_loaded_bytes_are_those_of_the_loaded_model(tmp_path, kind):
     tensors = llama_tensors(Kind[kind])
     checkpoint = open_checkpoint(
         write_gguf(tmp_path / "m.gguf", metadata=llama_metadata(), tensors=tensors)
     )
-    for metal, dtype in ((True, mx.float16), (False, mx.float32)):
-        real = 0
-        for value in checkpoint.weights().values():
-            if not metal and isinstance(value, PackedWeight):
-                value = dequantize(value, dtype)
-            real += nbytes(value, dtype)
+    forms = [("packed", mx.float16, kept_packed), ("float32", mx.float32, widened)]
+    if matmul.form() == "panels":
+        forms.append(("panels", mx.float32, in_panels))
+    for form, dtype, nbytes in forms:
+        real = sum(nbytes(value, dtype) for value in checkpoint.weights().values())
         told = fp.loaded_bytes(
-            checkpoint.config, 1 << 60, metal=metal, elements=checkpoint.elements
+            checkpoint.config, 1 << 60, form=form, elements=checkpoint.elements
         )
-        assert told == pytest.approx(real, rel=0.02)
+        assert told == pytest.approx(real, rel=0.03)
 
 
-def nbytes(value, dtype):
+def kept_packed(value, dtype):
     if isinstance(value, PackedWeight):
         return value.weight.nbytes + 2 * value.scales.size * dtype.size
     return value.size * dtype.size
+
+
+def widened(value, dtype):
+    dense = dequantize(value, dtype) if isinstance(value, PackedWeight) else value
+    return dense.size * dtype.size
+
+
+def in_panels(value, dtype):
+    prepared = matmul.prepare(value, dtype) if len(value.shape) == 2 else value
+    return prepared.data.nbytes if isinstance(prepared, matmul.PanelWeight) else value.size * 4

@@ -23,6 +23,10 @@ def sequence(prompt=(1, 2, 3), outputs=(), stop_ids=(), seed=0, **params):
     return seq
 
 
+def draw(logits, seqs):
+    return sample(logits, seqs, mx.argmax(logits, axis=-1).astype(mx.int32))
+
+
 def random_logits(rows=1, seed=0, spread=3.0):
     return np.random.default_rng(seed).normal(size=(rows, V), scale=spread).astype(np.float32)
 
@@ -30,7 +34,7 @@ def random_logits(rows=1, seed=0, spread=3.0):
 def draws(logits, n=400, **params):
     """n draws of one row under n seeds."""
     seqs = [sequence(seed=i, **params) for i in range(n)]
-    return np.array(sample(mx.array(np.repeat(logits, n, axis=0)), seqs))
+    return np.array(draw(mx.array(np.repeat(logits, n, axis=0)), seqs))
 
 
 def allowed(logits, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
@@ -76,7 +80,7 @@ def test_draws_follow_the_filtered_distribution(params):
 def test_zero_temperature_takes_the_likeliest_whatever_the_filters():
     logits = random_logits(4)
     seqs = [sequence(), sequence(top_k=3), sequence(top_p=0.1), sequence(min_p=0.9)]
-    assert sample(mx.array(logits), seqs).tolist() == logits.argmax(-1).tolist()
+    assert draw(mx.array(logits), seqs).tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-10, 1e-40])
@@ -99,20 +103,20 @@ def test_a_row_draws_the_same_alone_and_in_any_batch():
     def make(i):
         return sequence(seed=i, outputs=list(range(i % 4)), **kinds[i % len(kinds)])
 
-    alone = [sample(mx.array(logits[i : i + 1]), [make(i)]).item() for i in range(len(logits))]
+    alone = [draw(mx.array(logits[i : i + 1]), [make(i)]).item() for i in range(len(logits))]
     rng = np.random.default_rng(0)
     for _ in range(5):
         order = rng.permutation(len(logits))[: rng.integers(2, len(logits))]
-        batch = sample(mx.array(logits[order]), [make(int(i)) for i in order]).tolist()
+        batch = draw(mx.array(logits[order]), [make(int(i)) for i in order]).tolist()
         assert batch == [alone[i] for i in order]
 
 
 def test_the_same_seed_draws_anew_at_each_token_and_other_seeds_differ():
     logits = mx.array(np.zeros((1, V), np.float32))
     by_position = [
-        sample(logits, [sequence(outputs=[5] * i, temperature=1.0)]).item() for i in range(30)
+        draw(logits, [sequence(outputs=[5] * i, temperature=1.0)]).item() for i in range(30)
     ]
-    by_seed = [sample(logits, [sequence(seed=i, temperature=1.0)]).item() for i in range(30)]
+    by_seed = [draw(logits, [sequence(seed=i, temperature=1.0)]).item() for i in range(30)]
     assert len(set(by_position)) > 10
     assert len(set(by_seed)) > 10
 
@@ -124,7 +128,7 @@ def test_penalties_count_prompt_and_output():
     def first(**params):
         # 5 stands once in the prompt and twice in the output, 6 once in the output.
         seq = sequence(prompt=[5, 1], outputs=[5, 5, 6], **params)
-        return sample(mx.array(logits), [seq]).item()
+        return draw(mx.array(logits), [seq]).item()
 
     assert first() == 5
     assert first(repetition_penalty=2.0) == 7  # 4/2, 3.9/2 against 3
@@ -137,7 +141,7 @@ def test_a_repetition_penalty_also_lowers_negative_logits():
     logits = np.full((1, V), -50.0, np.float32)
     logits[0, [5, 6]] = [-1.0, -1.5]
     seq = sequence(prompt=[5], repetition_penalty=2.0)
-    assert sample(mx.array(logits), [seq]).item() == 6
+    assert draw(mx.array(logits), [seq]).item() == 6
 
 
 def test_penalties_follow_the_tokens_drawn():
@@ -146,7 +150,7 @@ def test_penalties_follow_the_tokens_drawn():
     seq = sequence(prompt=[10], presence_penalty=1.0)
     drawn = []
     for _ in range(3):
-        drawn.append(sample(logits, [seq]).item())
+        drawn.append(draw(logits, [seq]).item())
         seq.pending += 1
     assert drawn == [0, 1, 2]
 
@@ -154,8 +158,8 @@ def test_penalties_follow_the_tokens_drawn():
 def test_bias_is_added_and_can_forbid():
     logits = random_logits()
     best = int(logits.argmax())
-    assert sample(mx.array(logits), [sequence(logit_bias={9: 100.0})]).item() == 9
-    assert sample(mx.array(logits), [sequence(logit_bias={best: -100.0})]).item() != best
+    assert draw(mx.array(logits), [sequence(logit_bias={9: 100.0})]).item() == 9
+    assert draw(mx.array(logits), [sequence(logit_bias={best: -100.0})]).item() != best
 
 
 def test_no_stop_id_before_min_tokens():
@@ -163,7 +167,7 @@ def test_no_stop_id_before_min_tokens():
     best = int(logits.argmax())
     how = {"stop_ids": [best], "min_tokens": 2}
     got = [
-        sample(mx.array(logits), [sequence(outputs=[1] * n, **how)]).item() == best
+        draw(mx.array(logits), [sequence(outputs=[1] * n, **how)]).item() == best
         for n in range(4)
     ]
     assert got == [False, False, True, True]

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxserve.kernels.quantized import PackedWeight, dequantize, prepare, quantized_matmul
+from mlxserve.kernels.quantized import PackedWeight, dequantize, quantized_matmul
 
 
 def pack(n, k, bits, group, seed=0):
@@ -49,12 +49,3 @@ def test_half_precision_scales_widen_exactly():
 def test_a_wrong_width_is_refused_by_number():
     with pytest.raises(ValueError, match="x has K=100, the weight has K=64"):
         quantized_matmul(mx.zeros((1, 100)), pack(8, 64, 4, 32))
-
-
-def test_without_metal_a_weight_becomes_float32():
-    prepared = prepare(pack(8, 64, 4, 32))
-    if mx.metal.is_available():
-        assert isinstance(prepared, PackedWeight)
-    else:
-        assert isinstance(prepared, mx.array)
-        assert prepared.dtype == mx.float32

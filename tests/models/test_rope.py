@@ -30,19 +30,21 @@ def rotate(x: np.ndarray, positions: np.ndarray, frequencies: np.ndarray) -> np.
 def test_any_tokens_at_any_positions(positions, heads, dim):
     x = np.random.default_rng(0).normal(size=(len(positions), heads, dim)).astype(np.float32)
     frequencies = 10_000.0 ** (-np.arange(0, dim, 2) / dim)
-    got = Rope(list(frequencies))(mx.array(x), mx.array(positions, dtype=mx.int32))
+    rope, at = Rope(list(frequencies)), mx.array(positions, dtype=mx.int32)
+    got, keys = rope(mx.array(x), mx.array(x[:, :1]), at)
     # float32 angles of up to 4000 radians are off by up to 2e-4 or so.
     expected = rotate(x, np.array(positions), frequencies)
     np.testing.assert_allclose(np.array(got), expected, atol=2e-3)
+    np.testing.assert_array_equal(np.array(keys), np.array(got)[:, :1])
 
 
 def test_a_row_does_not_depend_on_its_neighbours():
     x = mx.random.normal((5, 3, 16))
     positions = mx.array([900, 3, 0, 77, 3], dtype=mx.int32)
     rope = make_rope({"rope_theta": 10_000.0}, head_dim=16, context_tokens=64)
-    together = rope(x, positions)
+    together, _ = rope(x, x, positions)
     for i in range(5):
-        alone = rope(x[i : i + 1], positions[i : i + 1])
+        alone, _ = rope(x[i : i + 1], x[i : i + 1], positions[i : i + 1])
         assert mx.array_equal(together[i : i + 1], alone)
 
 
@@ -51,7 +53,7 @@ def test_keeps_the_dtype(dtype):
     x = mx.zeros((2, 1, 8), dtype=dtype)
     rope = make_rope({"rope_type": "yarn", "factor": 2.0, "rope_theta": 100.0,
                       "attention_factor": 1.5}, head_dim=8, context_tokens=64)  # fmt: skip
-    assert rope(x, mx.array([0, 1], dtype=mx.int32)).dtype == dtype
+    assert [y.dtype for y in rope(x, x, mx.array([0, 1], dtype=mx.int32))] == [dtype, dtype]
 
 
 REFERENCE = [

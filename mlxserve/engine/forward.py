@@ -1,0 +1,75 @@
+"""A step's forward pass: from tokens to logits, built anew or run from a recorded graph.
+
+Building and evaluating the graph of a small model takes MLX and Python as long as computing it takes
+the CPU. Steps that only decode look alike, so theirs is recorded once per shape (rows, pages, cache
+capacity) and run with new arrays, as one operation (kernels/cpu/program.h).
+"""
+
+import logging
+from typing import Any
+
+import mlx.core as mx
+
+from mlxserve.cache.batch import BatchView
+from mlxserve.cache.storage import Storage
+from mlxserve.kernels import registry
+from mlxserve.models.base import Model
+
+logger = logging.getLogger(__name__)
+
+MAX_PROGRAMS = 64  # shapes kept at most; each takes the memory of one step's intermediate results
+
+
+class Forward:
+    """The model over a cache. Engine thread only."""
+
+    def __init__(self, model: Model, storage: Storage) -> None:
+        self._model = model
+        self._storage = storage
+        self.vocab_size = model.vocab_size
+        self._native: Any = registry.recorder()
+        # By shape: recorded once, then twice alike and so trusted.
+        self._recorded: dict[tuple, Any] = {}
+        self._trusted: dict[tuple, Any] = {}
+
+    def hidden(self, ids: mx.array, view: BatchView) -> mx.array:
+        """Hidden states of a step's tokens. ids: int32 `[T]`. Returns `[T, D]`."""
+        return self._model(ids, view)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """float32 `[.., V]`."""
+        return self._model.logits(hidden).astype(mx.float32)
+
+    def decode(self, ids: mx.array, view: BatchView) -> mx.array:
+        """Logits of rows of one token each. ids: int32 `[B]`. Returns float32 `[B, V]`."""
+        storage = self._storage
+        if self._native is None or storage.sealing:
+            return self.logits(self.hidden(ids, view))
+        inputs = [ids, *view.arrays, *storage.arrays()]
+        shape = tuple(array.size for array in inputs)
+        if program := self._trusted.get(shape):
+            logits, *arrays = program.run(inputs)
+            storage.replace(arrays)
+            return logits
+        logits = self.logits(self.hidden(ids, view))
+        self._record(shape, inputs, [logits, *storage.arrays()])
+        return logits
+
+    def _record(self, shape: tuple, inputs: list[mx.array], outputs: list[mx.array]) -> None:
+        """A program is trusted once a second recording has found the same constants in it.
+
+        Else it might hold on to an array that belonged to the first step alone.
+        """
+        try:
+            program = self._native.record(inputs, outputs)
+        except ValueError as error:
+            logger.info("decoding steps are built one by one: %s", error)
+            self._native = None
+            return
+        first = self._recorded.pop(shape, None)
+        if first is None or not program.agrees_with(first):
+            self._recorded[shape] = program
+            return
+        if len(self._trusted) >= MAX_PROGRAMS:
+            self._trusted.clear()
+        self._trusted[shape] = program

@@ -1,0 +1,432 @@
+// Softmax attention over pages, with an order of summation that depends on positions alone.
+//
+// Scores add up over d in ascending order. A page of 64 tokens gives each query its largest score, its
+// sum of exponentials (one tree over 64 lanes) and its sum of p * v (in order of tokens); pages are
+// merged in ascending order. None of it depends on which queries are computed together, nor on
+// whether pages are merged as they come (`attend` with no partials) or later (`merge`).
+//
+// Tokens that a query doesn't see are never part of any sum: not even times zero, for there may be
+// anything in their place.
+#pragma once
+
+#include "kernels.h"
+#include "transpose.h"
+
+namespace KERNELS {
+
+using mlxserve::Attention;
+using mlxserve::AttentionPart;
+using mlxserve::PAGE;
+using mlxserve::PagedRow;
+using mlxserve::PART_QUERIES;
+using mlxserve::VALUE_PANEL;
+
+constexpr int PAGE_VECTORS = PAGE / LANES;
+
+// ---- Pages as float32. Another kind of page is another struct with `keys` and `values`.
+
+template <Number N>
+static inline vf load_numbers16(const void* p, int64_t at) {
+  if constexpr (N == Number::f32) return vload((const float*)p + at);
+  else if constexpr (N == Number::f16) return vload_f16((const uint16_t*)p + at);
+  else return vload_bf16((const uint16_t*)p + at);
+}
+
+// What will be read next, called into the cache bit by bit while something else is worked on: the
+// processor's own guesses leave half of the memory's speed unused.
+struct Ahead {
+  const char *at, *end;
+
+  inline void fetch(int bytes) {
+    for (int i = 0; i < bytes && at < end; i += 64, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
+
+// One head's tokens of a page, in float32, float16 or bfloat16.
+template <Number N>
+struct DensePage {
+  static constexpr int BYTES = N == Number::f32 ? 4 : 2;
+  const void *k, *v;
+  int64_t at, stride;  // of the first token, and between tokens, in numbers
+
+  // Nothing for hot pages: they were just written.
+  Ahead ahead(const void* p, int dim) const {
+    const char* from = (const char*)p + at * BYTES;
+    return {from, stride == dim ? from + (int64_t)PAGE * dim * BYTES : from};
+  }
+
+  // `count` numbers of a token, and zeros up to 16.
+  static inline vf load(const void* p, int64_t at, int count) {
+    if (count == LANES) return load_numbers16<N>(p, at);
+    char tail[LANES * BYTES] = {0};
+    memcpy(tail, (const char*)p + at * BYTES, count * BYTES);
+    return load_numbers16<N>(tail, 0);
+  }
+
+  // Tokens t0 .. t1 into out [4, padded, 16]: sixteen tokens beside each other. What lies in the lanes of
+  // other tokens is not defined.
+  void keys(int t0, int t1, int dim, float* out, Ahead next) const {
+    const int padded = (dim + LANES - 1) / LANES * LANES;
+    alignas(64) float rows[LANES * LANES] = {0};
+    for (int first = t0 / LANES * LANES; first < t1; first += LANES, out += padded * LANES) {
+      const int begin = first < t0 ? t0 : first, end = first + LANES < t1 ? first + LANES : t1;
+      for (int d = 0; d < dim; d += LANES) {
+        next.fetch(LANES * LANES * BYTES);
+        const int count = dim - d < LANES ? dim - d : LANES;
+        const int64_t corner = at + first * stride + d;
+        if (N == Number::f32 && count == LANES && end - begin == LANES) {
+          transpose16((const float*)k + corner, stride, out + d * LANES);
+          continue;
+        }
+        for (int t = begin; t < end; t++)
+          vstore(rows + (t - first) * LANES, load(k, corner + (t - first) * stride, count));
+        transpose16(rows, LANES, out + d * LANES);
+      }
+    }
+  }
+
+  // Tokens t0 .. t1 into out [padded / 16] panels of [64, 16].
+  void values(int t0, int t1, int dim, float* out, Ahead next) const {
+    for (int t = t0; t < t1; t++) {
+      next.fetch(dim * BYTES);
+      float* to = out + t * LANES;
+      for (int d = 0; d < dim; d += LANES, to += VALUE_PANEL)
+        vstore(to, load(v, at + t * stride + d, dim - d < LANES ? dim - d : LANES));
+    }
+  }
+};
+
+template <Number N>
+static inline DensePage<N> page_of(const Attention& a, const PagedRow& row, int head, int64_t block) {
+  const int64_t number = block - row.base_page, id = a.pages[row.pages_at + number];
+  if (number < row.sealed)
+    return {a.pool_k, a.pool_v, (id * a.kv_heads + head) * PAGE * a.dim, a.dim};
+  return {a.hot_k, a.hot_v, (id * PAGE * a.kv_heads + head) * a.dim, (int64_t)a.kv_heads * a.dim};
+}
+
+// ---- Products: rows x [R, count] times panels [count, 16], added to out.
+
+template <int R, int P>
+static inline void product(const float* x, int64_t x_stride, const float* panels, int64_t panel_stride,
+                           int count, float* out, int64_t out_stride) {
+  vf acc[P][R];
+  UNROLL
+  for (int p = 0; p < P; p++)
+    UNROLL
+    for (int r = 0; r < R; r++) acc[p][r] = vload(out + r * out_stride + p * LANES);
+  for (int k = 0; k < count; k++) {
+    vf w[P];
+    UNROLL
+    for (int p = 0; p < P; p++) w[p] = vload(panels + p * panel_stride + k * LANES);
+    UNROLL
+    for (int r = 0; r < R; r++) {
+      const vf xk = vset(x[r * x_stride + k]);
+      UNROLL
+      for (int p = 0; p < P; p++) acc[p][r] = vfma(xk, w[p], acc[p][r]);
+    }
+  }
+  UNROLL
+  for (int p = 0; p < P; p++)
+    UNROLL
+    for (int r = 0; r < R; r++) vstore(out + r * out_stride + p * LANES, acc[p][r]);
+}
+
+// Panels side by side for R rows: enough chains to hide the latency of the multiply-add.
+constexpr int panels_beside(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
+template <int R, int P>
+static inline void few_rows(const float* x, int64_t x_stride, const float* panels,
+                            int64_t panel_stride, int n_panels, int count, float* out,
+                            int64_t out_stride) {
+  int done = 0;
+  for (; done + P <= n_panels; done += P)
+    product<R, P>(x, x_stride, panels + done * panel_stride, panel_stride, count, out + done * LANES,
+                  out_stride);
+  if constexpr (P > 1)
+    few_rows<R, P / 2>(x, x_stride, panels + done * panel_stride, panel_stride, n_panels - done, count,
+                       out + done * LANES, out_stride);
+}
+
+template <int R>
+static inline void rows_at_most(int rows, const float* x, int64_t x_stride, const float* panels,
+                                int64_t panel_stride, int n_panels, int count, float* out,
+                                int64_t out_stride) {
+  if (rows == R)
+    few_rows<R, panels_beside(R)>(x, x_stride, panels, panel_stride, n_panels, count, out, out_stride);
+  else if constexpr (R > 1)
+    rows_at_most<R - 1>(rows, x, x_stride, panels, panel_stride, n_panels, count, out, out_stride);
+}
+
+// How many of `rows` to take at once: evenly, so that 8 become 4 + 4.
+static inline int rows_now(int rows) {
+  const int tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+  return (rows + tiles - 1) / tiles;
+}
+
+// ---- One page for the queries of a part.
+
+struct Span {
+  int begin, end;  // the tokens of a page that a query sees
+};
+
+static inline Span seen(const Attention& a, const PagedRow& row, int query, int64_t block) {
+  const int64_t position = row.start + query / a.group(), page = block * PAGE;
+  const int64_t low = a.low(position) - page, high = position + 1 - page;
+  return {(int)(low < 0 ? 0 : low > PAGE ? PAGE : low), (int)(high < 0 ? 0 : high > PAGE ? PAGE : high)};
+}
+
+// c * tanh(x) for scores x that were divided by c. Cephes' tanhf: near 0 a polynomial, which loses nothing.
+static inline vf soft_capped(vf x, float cap) {
+  const vf z = vmul(x, x), size = vmax(x, vsub(vset(0), x));
+  vf p = vset(-5.70498872745e-3f);
+  p = vfma(p, z, vset(2.06390887954e-2f));
+  p = vfma(p, z, vset(-5.37397155531e-2f));
+  p = vfma(p, z, vset(1.33314422036e-1f));
+  p = vfma(p, z, vset(-3.33332819422e-1f));
+  const vf near = vfma(vmul(p, z), x, x);
+  const vf far = vsub(vset(1), vdiv(vset(2), vadd(vexp(vadd(x, x)), vset(1))));
+  return vmul(vselect_less(size, vset(0.625f), near, far), vset(cap));
+}
+
+static const float LANE[PAGE] = {
+    0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+    22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
+    44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+
+// scores [64] become exp(score - largest), 0 where unseen; into_largest and into_sum get their two numbers.
+static inline void weigh(float* scores, Span span, float softcap, float* into_largest, float* into_sum) {
+  vf s[PAGE_VECTORS];
+  UNROLL
+  for (int i = 0; i < PAGE_VECTORS; i++) {
+    s[i] = vload(scores + i * LANES);
+    if (softcap != 0) s[i] = soft_capped(s[i], softcap);
+  }
+  if (span.begin > 0 || span.end < PAGE) {
+    const vf none = vset(-__builtin_inff());
+    UNROLL
+    for (int i = 0; i < PAGE_VECTORS; i++) {
+      const vf lane = vload(LANE + i * LANES);
+      s[i] = vselect_less(lane, vset((float)span.end), s[i], none);
+      s[i] = vselect_less(lane, vset((float)span.begin), none, s[i]);
+    }
+  }
+  const float largest = vmaxall(vmax(vmax(s[0], s[1]), vmax(s[2], s[3])));
+  UNROLL
+  for (int i = 0; i < PAGE_VECTORS; i++) {
+    s[i] = vexp_negative(vsub(s[i], vset(largest)));
+    vstore(scores + i * LANES, s[i]);
+  }
+  *into_largest = largest;
+  *into_sum = vsum(vadd(vadd(s[0], s[1]), vadd(s[2], s[3])));
+}
+
+// Where the queries begin .. end, all of which see something of the page, keep what they need. Their
+// partials come out at `partials`, each after the other.
+struct PageWork {
+  float *keys, *values;  // unpacked
+  float* scores;         // [queries, 64]
+  const float* q;        // [queries, padded]
+  const Span* spans;
+  float* partials;
+  int queries;
+};
+
+static inline void score(const Attention& a, const PageWork& w, int t0, int t1) {
+  const int64_t padded = a.padded();
+  const int first = t0 / LANES, vectors = (t1 + LANES - 1) / LANES - first;
+  memset(w.scores, 0, w.queries * PAGE * sizeof(float));
+  // A panel of keys stays in the first-level cache while all queries pass it, if there are many.
+  const int step = w.queries > TILE_ROWS ? 1 : vectors;
+  for (int panel = 0; panel < vectors; panel += step)
+    for (int r = 0, now; r < w.queries; r += now) {
+      now = rows_now(w.queries - r);
+      rows_at_most<TILE_ROWS>(now, w.q + r * padded, padded, w.keys + panel * padded * LANES,
+                              padded * LANES, step, a.dim, w.scores + r * PAGE + (first + panel) * LANES,
+                              PAGE);
+    }
+  const int64_t stride = partial_floats(a);
+  for (int r = 0; r < w.queries; r++) {
+    float* partial = w.partials + r * stride;
+    weigh(w.scores + r * PAGE, w.spans[r], a.softcap, partial + padded, partial + padded + 1);
+  }
+}
+
+// Sums of p * v for `rows` neighbouring queries. Spans only move forward from one query to the next: the
+// tokens that all of them see are done together, those before and after query by query, in order.
+static inline void weigh_values(const PageWork& w, int r, int rows, int panel, int n_panels,
+                                int64_t stride) {
+  const float *p = w.scores + r * PAGE, *values = w.values + panel * VALUE_PANEL;
+  float* out = w.partials + r * stride + panel * LANES;
+  const Span* spans = w.spans + r;
+  int begin = spans[rows - 1].begin, end = spans[0].end;
+  if (begin >= end) begin = end = PAGE;
+  const auto alone = [&](int i, int from, int to) {
+    if (from < to)
+      rows_at_most<1>(1, p + i * PAGE + from, PAGE, values + from * LANES, VALUE_PANEL, n_panels,
+                      to - from, out + i * stride, stride);
+  };
+  for (int i = 0; i < rows; i++) alone(i, spans[i].begin, begin < spans[i].end ? begin : spans[i].end);
+  if (begin == end) return;
+  rows_at_most<TILE_ROWS>(rows, p + begin, PAGE, values + begin * LANES, VALUE_PANEL, n_panels,
+                          end - begin, out, stride);
+  for (int i = 0; i < rows; i++) alone(i, end, spans[i].end);
+}
+
+template <class Page>
+static inline void one_page(const Attention& a, const PageWork& w, const Page& page, Ahead next) {
+  const int t0 = w.spans[0].begin, t1 = w.spans[w.queries - 1].end;
+  const int64_t padded = a.padded(), stride = partial_floats(a);
+  page.keys(t0, t1, a.dim, w.keys, page.ahead(page.v, a.dim));
+  score(a, w, t0, t1);
+  page.values(t0, t1, a.dim, w.values, next);
+  for (int r = 0; r < w.queries; r++) memset(w.partials + r * stride, 0, padded * sizeof(float));
+  const int panels = (int)(padded / LANES), step = w.queries > TILE_ROWS ? 1 : panels;
+  for (int panel = 0; panel < panels; panel += step)
+    for (int r = 0, now; r < w.queries; r += now) {
+      now = rows_now(w.queries - r);
+      weigh_values(w, r, now, panel, step, stride);
+    }
+}
+
+// ---- The running state of a query: laid out as a partial, o, m, l.
+
+static inline void begin_state(const Attention& a, int head, float* state) {
+  const int64_t padded = a.padded();
+  memset(state, 0, padded * sizeof(float));
+  state[padded] = a.sinks ? a.sinks[head] : -__builtin_inff();
+  state[padded + 1] = a.sinks ? 1.0f : 0.0f;
+}
+
+// Adds one page's partials to the states of `count` queries.
+static inline void add_partials(int64_t padded, float* states, const float* partials, int count) {
+  const int64_t stride = padded + 2;
+  for (int first = 0; first < count; first += LANES) {
+    const int now = count - first < LANES ? count - first : LANES;
+    float old[LANES] = {0}, fresh[LANES] = {0};
+    float *state = states + first * stride;
+    const float* partial = partials + first * stride;
+    for (int i = 0; i < now; i++) {
+      const float m = state[i * stride + padded], page_m = partial[i * stride + padded];
+      const float new_m = m > page_m ? m : page_m;
+      old[i] = m - new_m;
+      fresh[i] = page_m - new_m;
+      state[i * stride + padded] = new_m;
+    }
+    vstore(old, vexp_negative(vload(old)));
+    vstore(fresh, vexp_negative(vload(fresh)));
+    for (int i = 0; i < now; i++, state += stride, partial += stride) {
+      const vf of_old = vset(old[i]), of_fresh = vset(fresh[i]);
+      for (int64_t d = 0; d < padded; d += LANES)
+        vstore(state + d, vfma(vload(state + d), of_old, vmul(vload(partial + d), of_fresh)));
+      state[padded + 1] = state[padded + 1] * old[i] + partial[padded + 1] * fresh[i];
+    }
+  }
+}
+
+// Query `query` of a row and head of keys, in q and out.
+static inline int64_t query_at(const Attention& a, const PagedRow& row, int head, int query) {
+  const int group = a.group();
+  return ((int64_t)(row.first + query / group) * a.q_heads + head * group + query % group) * a.dim;
+}
+
+static inline void write_out(const Attention& a, const PagedRow& row, int head, int query,
+                             const float* state) {
+  float* out = a.out + query_at(a, row, head, query);
+  const float sum = state[a.padded() + 1];
+  for (int d = 0; d < a.dim; d++) out[d] = state[d] / sum;
+}
+
+// Queries of the part, times the scale, [queries, padded].
+static inline void load_queries(const Attention& a, const AttentionPart& part, float* q) {
+  const float scale = a.softcap != 0 ? a.scale / a.softcap : a.scale;
+  for (int query = part.begin; query < part.end; query++, q += a.padded()) {
+    const float* from = a.q + query_at(a, a.rows[part.row], part.head, query);
+    for (int d = 0; d < a.dim; d++) q[d] = from[d] * scale;
+  }
+}
+
+// ---- The two kernels.
+
+template <Number N>
+static inline void attend_pages(const Attention& a, const AttentionPart& part, float* partials,
+                                float* scratch) {
+  const PagedRow& row = a.rows[part.row];
+  const int64_t padded = a.padded(), stride = partial_floats(a);
+  const int queries = part.queries();
+  Span spans[PART_QUERIES];
+  PageWork w;
+  w.keys = scratch;
+  w.values = w.keys + padded * PAGE;
+  w.scores = w.values + padded / LANES * VALUE_PANEL;
+  float* const q = w.scores + PART_QUERIES * PAGE;
+  float* const own = q + PART_QUERIES * padded;
+  float* const states = own + PART_QUERIES * stride;
+  load_queries(a, part, q);
+  for (int i = 0; !partials && i < queries; i++)
+    begin_state(a, part.head * a.group() + (part.begin + i) % a.group(), states + i * stride);
+  for (int64_t block = part.block_begin; block < part.block_end; block++) {
+    int first = queries, last = 0;  // the queries that see something of this page
+    for (int i = 0; i < queries; i++) {
+      spans[i] = seen(a, row, part.begin + i, block);
+      if (spans[i].begin >= spans[i].end) continue;
+      if (first > i) first = i;
+      last = i + 1;
+    }
+    float* page_partials = partials ? partials + (block - part.block_begin) * queries * stride : own;
+    if (first < last) {
+      w.queries = last - first;
+      w.q = q + first * padded;
+      w.spans = spans + first;
+      w.partials = page_partials + first * stride;
+      Ahead next = {nullptr, nullptr};
+      if (block + 1 < part.block_end)
+        next = page_of<N>(a, row, part.head, block + 1).ahead(a.pool_k, a.dim);
+      one_page(a, w, page_of<N>(a, row, part.head, block), next);
+    }
+    if (!partials && first < last)
+      add_partials(padded, states + first * stride, page_partials + first * stride, last - first);
+  }
+  for (int i = 0; !partials && i < queries; i++)
+    write_out(a, row, part.head, part.begin + i, states + i * stride);
+}
+
+static void attend(const Attention& a, const AttentionPart& part, float* partials, float* scratch) {
+  switch (a.cache) {
+    case Number::f16: return attend_pages<Number::f16>(a, part, partials, scratch);
+    case Number::bf16: return attend_pages<Number::bf16>(a, part, partials, scratch);
+    default: return attend_pages<Number::f32>(a, part, partials, scratch);
+  }
+}
+
+static void merge(const Attention& a, const AttentionPart& part, const float* partials, float* states,
+                  bool first, bool last, int64_t begin, int64_t end) {
+  const PagedRow& row = a.rows[part.row];
+  const int64_t padded = a.padded(), stride = partial_floats(a);
+  for (int i = (int)begin; i < (int)end; i++) {
+    const int query = part.begin + i;
+    float* state = states + i * stride;
+    if (first) begin_state(a, part.head * a.group() + query % a.group(), state);
+    const float* partial = partials + i * stride;
+    for (int64_t block = part.block_begin; block < part.block_end; block++) {
+      const Span span = seen(a, row, query, block);
+      if (span.begin < span.end) add_partials(padded, state, partial, 1);
+      partial += part.queries() * stride;
+    }
+    if (last) write_out(a, row, part.head, query, state);
+  }
+}
+
+// count float32 numbers in the cache's type.
+static void to_cache(const float* x, uint16_t* out, Number type, int64_t count) {
+  for (int64_t i = 0; i < count; i += LANES) {
+    const int now = count - i < LANES ? (int)(count - i) : LANES;
+    float lanes[LANES] = {0};
+    uint16_t narrow[LANES];
+    memcpy(lanes, x + i, now * sizeof(float));
+    if (type == Number::f16) vstore_f16(narrow, vload(lanes));
+    else vstore_bf16(narrow, vload(lanes));
+    memcpy(out + i, narrow, now * sizeof(uint16_t));
+  }
+}
+
+}  // namespace KERNELS

@@ -1,0 +1,145 @@
+// What a kernel computes, as plain structs of pointers and sizes, and the table of one instruction
+// level's kernels. Each function works on a range of its items, so that the caller may spread them
+// over threads; none of them allocates or throws.
+#pragma once
+
+#include "paged.h"
+#include "panels.h"
+
+namespace mlxserve {
+
+// Rows of x as whole numbers, a scale per row and group: x = q * scale.
+struct WholeRows {
+  int16_t* q;      // [M, K]
+  float* scales;   // [M, groups]
+  int32_t* sums;   // [M, groups], of q
+};
+
+// out[m, n] = sum over k of x[m, k] * w[n, k], + bias[n], + add[m, n].
+struct Matmul {
+  const float* x;      // [M, K]
+  WholeRows whole;     // x again, in the weight's groups, where the weight is made of whole numbers
+  Panels w;            // [N, K]
+  const float* bias;   // [N] or null
+  const float* add;    // [M, N] or null
+  float* out;          // [M, N]
+  int64_t m;
+};
+
+// out = x / rms(x) * weight; with `residual`, of sum = x + residual instead.
+struct RmsNorm {
+  const float* x;         // [T, d]
+  const float* residual;  // [T, d] or null
+  const float* weight;    // [d]
+  float* sum;             // [T, d], where there is a residual
+  float* out;             // [T, d]
+  int64_t d;
+  float eps;
+};
+
+struct LayerNorm {
+  const float* x;       // [T, d]
+  const float* weight;  // [d]
+  const float* bias;    // [d] or null
+  float* out;           // [T, d]
+  int64_t d;
+  float eps;
+};
+
+// out = activation(gate) * up
+enum class Gate : int { silu, gelu_tanh };
+struct Gated {
+  const float* gate;
+  const float* up;
+  float* out;
+  Gate kind;
+};
+
+// Pair (i, i + dim / 2) turned by position / periods[i] and scaled by gain.
+constexpr int MAX_ROPE_DIM = 1024;
+struct Rope {
+  const float* q;              // [T, q_heads, dim]
+  const float* k;              // [T, k_heads, dim]
+  const int32_t* positions;    // [T]
+  const float* periods;        // [dim / 2]
+  const float* q_norm;         // [dim] or null: weight of an RMS norm of each head, before
+  const float* k_norm;         // [dim] or null
+  float* q_out;
+  float* k_out;
+  int64_t q_heads, k_heads, dim;
+  float gain, eps;
+};
+
+// How a token is drawn from a row: top_k 0, top_p 1 and min_p 0 are off.
+struct Filter {
+  uint32_t key[2];
+  float temperature;
+  int64_t top_k;
+  float top_p, min_p;
+};
+struct Select {
+  const float* logits;    // [B, vocab]
+  const Filter* filters;  // [B]
+  int32_t* ids;           // [B] or null
+  float* filtered;        // [B, vocab] or null
+  int64_t vocab;
+};
+struct Greedy {
+  const float* logits;  // [B, vocab]
+  int32_t* ids;         // [B]
+  bool* finite;         // [B]
+  int64_t vocab;
+};
+
+// w in groups along its rows, each with a scale and a bias: w = q * scale + bias.
+struct Quantize {
+  const void* w;   // whole groups, of `number`
+  Number number;   // f32, f16 or bf16
+  uint8_t* out;    // bits of q end to end, low bits first
+  void* scales;    // [groups], of `number`
+  void* biases;    // [groups], of `number`
+  int bits, group;
+};
+
+struct Kernels {
+  const char* name;
+  // Panels begin .. end of rows row_begin .. row_end.
+  void (*matmul)(const Matmul&, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
+                 int64_t row_end);
+  // Rows begin .. end of x [M, K]; group: a multiple of 16.
+  void (*to_whole)(const float* x, int64_t k, int group, const WholeRows& out, int64_t begin,
+                   int64_t end);
+  // Rows begin .. end.
+  void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);
+  void (*layer_norm)(const LayerNorm&, int64_t begin, int64_t end);
+  // Numbers begin .. end.
+  void (*gated)(const Gated&, int64_t begin, int64_t end);
+  // Tokens begin .. end.
+  void (*rope)(const Rope&, int64_t begin, int64_t end);
+  // Rows begin .. end.
+  void (*select)(const Select&, int64_t begin, int64_t end);
+  void (*greedy)(const Greedy&, int64_t begin, int64_t end);
+  // Groups begin .. end.
+  void (*quantize)(const Quantize&, int64_t begin, int64_t end);
+  // One part, in scratch_floats floats of scratch. partials: null to write its queries' results, else
+  // [pages of the part, queries, partial_floats], to be merged.
+  void (*attend)(const Attention&, const AttentionPart&, float* partials, float* scratch);
+  // Pages of partials into the states [queries, partial_floats] of queries begin .. end of a part;
+  // first: begin them; last: write the results.
+  void (*merge)(const Attention&, const AttentionPart&, const float* partials, float* states,
+                bool first, bool last, int64_t begin, int64_t end);
+  // float32 numbers in float16 or bfloat16.
+  void (*to_cache)(const float* x, uint16_t* out, Number type, int64_t count);
+};
+
+extern const Kernels kernels_avx512, kernels_avx2, kernels_portable;
+
+// All rows; see attention.cpp.
+void run_attention(const Attention&, int n_rows);
+
+// The best level that this processor has, or the one that set_level chose.
+const Kernels& kernels();
+// False if the name is unknown or the processor can't run it.
+bool set_level(const char* name);
+
+}  // namespace mlxserve

@@ -1,0 +1,19 @@
+// All kernels of one instruction level. The compiler's flags for the file that includes this decide
+// which; see setup.py.
+#pragma once
+
+#include "attention.h"
+#include "matmul.h"
+#include "quantize.h"
+#include "rope.h"
+#include "rows.h"
+#include "select.h"
+
+namespace KERNELS {
+
+static constexpr mlxserve::Kernels table(const char* name) { 
+  return {name, matmul, to_whole, rms_norm, layer_norm, gated, rope, select, greedy, quantize,
+          attend, merge, to_cache};
+}
+
+}  // namespace KERNELS

@@ -1,0 +1,46 @@
+#include "bind.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace mlxserve {
+namespace {
+
+Number number_of(const char* op, const mx::array& w) {
+  if (w.dtype() == mx::float32) return Number::f32;
+  if (w.dtype() == mx::float16) return Number::f16;
+  if (w.dtype() == mx::bfloat16) return Number::bf16;
+  refuse(op, "w is " + text(w.dtype()) + ", expected a floating type");
+}
+
+// w [N, K] -> weight uint32 [N, K * bits / 32], scales and biases [N, K / group] in w's type.
+std::vector<mx::array> quantize(const mx::array& w, int bits, int group) {
+  const char* op = "quantize";
+  require_ndim(op, "w", w, 2);
+  const Number number = number_of(op, w);
+  if (bits < 2 || bits > 8 || bits == 7)
+    refuse(op, std::to_string(bits) + " bits aren't supported; 2, 3, 4, 5, 6 and 8 are");
+  if (group != 32 && group != 64 && group != 128)
+    refuse(op, "groups of " + std::to_string(group) + " aren't supported; 32, 64 and 128 are");
+  const int n = w.shape(0), k = w.shape(1);
+  if (k % group)
+    refuse(op, "K=" + std::to_string(k) + " isn't a multiple of the group " +
+                   std::to_string(group));
+  const auto work = [=](const Inputs& in, const Outputs& out) {
+    const Quantize a{in[0], number, static_cast<uint8_t*>(out[0]), out[1], out[2], bits, group};
+    const int64_t groups = static_cast<int64_t>(n) * (k / group);
+    parallel_for(groups, (1 << 16) / group,
+                 [&](int64_t begin, int64_t end) { kernels().quantize(a, begin, end); });
+  };
+  const OutputSpec packed{{n, static_cast<int>(static_cast<int64_t>(k) * bits / 32)}, mx::uint32};
+  const OutputSpec per_group{{n, k / group}, w.dtype()};
+  return lazy(op, {w}, {packed, per_group, per_group}, work);
+}
+
+}  // namespace
+
+void bind_quantize(nb::module_& m) {
+  m.def("quantize", &quantize, "w"_a, "bits"_a, "group"_a);
+}
+
+}  // namespace mlxserve

@@ -1,0 +1,74 @@
+"""The native kernels once more: under sanitizers, and with each instruction level by itself."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(platform.system() != "Linux", reason="only on Linux"),
+]
+
+
+def run_pytest(*arguments: str, cwd: Path = ROOT, **environment: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+
+
+@pytest.mark.parametrize("level", ["avx512", "avx2", "portable"])
+def test_each_instruction_level(level):
+    from mlxserve.kernels.native import load
+
+    found = load().module
+    if found is None:
+        pytest.skip("no native kernels were built")
+    usual = found.level()
+    if not found.set_level(level):
+        pytest.skip(f"only on processors with {level}")
+    found.set_level(usual)
+    folders = [f"tests/{name}" for name in ("kernels", "cache", "models", "engine")]
+    run_pytest("-m", "not slow and not real", *folders, MLXSERVE_CPU_LEVEL=level)
+
+
+@pytest.mark.parametrize("level", ["best", "portable"])
+def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path, level):
+    checkout = tmp_path / "checkout"
+    ignore = shutil.ignore_patterns("__pycache__", "*.so")
+    for name in ("mlxserve", "tests"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=ignore)
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, checkout)
+    built = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=checkout,
+        env=os.environ | {"CXXFLAGS": f"{SANITIZERS} -O1 -g1", "LDFLAGS": SANITIZERS},
+        capture_output=True,
+        text=True,
+    )
+    assert list(checkout.rglob("_native_*.so")), built.stderr[-4000:]
+    libraries = [
+        subprocess.run(
+            ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
+    ]
+    run_pytest(
+        *("-m", "not slow and not real and not full", "tests/kernels"),
+        cwd=checkout,
+        PYTHONPATH=str(checkout),
+        LD_PRELOAD=" ".join(libraries),
+        # Python itself leaks on purpose, and so does the pool of threads.
+        ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1",
+        **({} if level == "best" else {"MLXSERVE_CPU_LEVEL": level}),
+    )
