@@ -1,11 +1,12 @@
 """Builds the native CPU kernels on Linux; everything else is in pyproject.toml.
 
 The extension is optional: without a C++20 compiler the package installs and works through MLX's
-own operations, and says so once. Its name carries the MLX version it was compiled against, because MLX's
-C++ interface changes with patch releases.
+own operations, and says so once. Its name carries the MLX version it was compiled against, because
+MLX's C++ interface changes with patch releases.
 """
 
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -33,7 +34,8 @@ FLAGS += [
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-LEVELS = {"level_avx2": AVX2, "level_avx512": AVX512}
+# On other processors those two files compile to plain C++, which is never chosen.
+LEVELS = {"level_avx2": AVX2, "level_avx512": AVX512} if platform.machine() == "x86_64" else {}
 
 
 class BuildNative(build_ext):

@@ -53,6 +53,7 @@ class Storage:
             self.hot.append(_pair((n_hot, spec.heads, spec.dim), self.dtype))
             self.pool.append(_pair((n_pool, spec.heads, PAGE_TOKENS, spec.dim), self.dtype))
         mx.eval(self.arrays())
+        self._measure()
 
     def seal(self, moves: Sequence[Seal]) -> None:
         """Copy hot pages to their pool pages, lazily: each layer with its next write."""
@@ -90,6 +91,7 @@ class Storage:
         for layer, group in enumerate(self.group_of):
             self.hot[layer] = _grown(self.hot[layer], self.capacity[0] * PAGE_TOKENS)
             self.pool[layer] = _grown(self.pool[layer], self.capacity[1 + group])
+        self._measure()
 
     def arrays(self) -> list[mx.array]:
         """Everything a step may have written, to evaluate with it."""
@@ -104,9 +106,8 @@ class Storage:
         pairs = list(zip(arrays[::2], arrays[1::2], strict=True))
         self.hot, self.pool = pairs[: len(self.hot)], pairs[len(self.hot) :]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
+    def _measure(self) -> None:
+        self.nbytes = sum(array.nbytes for array in self.arrays())
 
 
 def page_bytes(group: LayerGroup, itemsize: int) -> int:

@@ -44,7 +44,7 @@ def doctor() -> None:
 
 
 def _examine() -> Iterator[Finding]:
-    checks: list[Callable[[], Iterator[Finding]]] = [_system, _mlx, _compiler, _disk]
+    checks: list[Callable[[], Iterator[Finding]]] = [_system, _mlx, _disk]
     for check in checks:
         try:
             yield from check()
@@ -124,20 +124,13 @@ def _memory() -> Iterator[Finding]:
 
 
 def _ops() -> Iterator[Finding]:
-    from mlxserve.kernels import registry
+    from mlxserve.kernels import native, registry
 
+    found = native.load()
+    if found.fix:
+        yield Finding("kernels", f"slow: {found.reason}", "note", found.fix)
     for choice in registry.report():
         yield Finding("op", f"{choice.op}: {choice.implementation} ({choice.reason})")
-
-
-def _compiler() -> Iterator[Finding]:
-    # On a CPU mx.compile calls g++ at run time, and without it runs uncompiled and says nothing.
-    if platform.system() != "Linux":
-        return
-    if path := shutil.which("g++"):
-        yield Finding("compiler", path)
-    else:
-        yield Finding("compiler", "no g++: slower on the CPU", "note", "apt-get install g++")
 
 
 def _disk() -> Iterator[Finding]:

@@ -84,7 +84,9 @@ def describe(new: HubModel) -> list[str]:
     size = count_bytes
     config, elements = read_config(new)
     metal, limit = mx.metal.is_available(), device_limit_bytes()
-    weights = footprint.loaded_bytes(config, new.weight_bytes, form=matmul.form(), elements=elements)
+    weights = footprint.loaded_bytes(
+        config, new.weight_bytes, form=matmul.form(), elements=elements
+    )
     need = footprint.footprint(config, weights, limit, metal=metal)
     kept = new.size_bytes - new.missing_bytes()
     lines = [

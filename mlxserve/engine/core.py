@@ -15,7 +15,7 @@ from mlxserve.cache.spec import PAGE_TOKENS
 from mlxserve.cache.storage import Storage, page_bytes
 from mlxserve.config import EngineConfig
 from mlxserve.engine.runner import InFlight, Runner
-from mlxserve.engine.scheduler import Scheduler
+from mlxserve.engine.scheduler import ChunkResult, Scheduler
 from mlxserve.errors import InvariantError, ModelError, RequestError
 from mlxserve.kernels import matmul
 from mlxserve.memory import CachePlan, GroupShape, device_limit_bytes, plan_cache
@@ -124,19 +124,25 @@ class Core:
             self._fail_running(error)
 
     def step(self) -> None:
-        """Build the next step, read the last, start the next."""
+        """Build the next step, read the last, start the next, then deliver the last one's tokens.
+
+        Read before the next one starts, or the cache would be copied: what is under way holds on to
+        its arrays. Delivered after that, so that the device need not wait for the callers.
+        """
         self._grow()
         plan = self.scheduler.schedule()
         if plan is None and self.in_flight is None and self.scheduler.busy:
             raise InvariantError("requests are waiting and none can be scheduled")
         following = self.runner.build(plan, self.in_flight) if plan else None
-        self._finish()
-        self.in_flight = following
+        results = self.in_flight.read() if self.in_flight is not None else []
+        now = time.perf_counter()
         if following is not None:
-            now = time.perf_counter()
             for chunk in following.plan.chunks:
                 chunk.seq.started_s = chunk.seq.started_s or now
             following.submit()
+        last, self.in_flight = self.in_flight, following
+        if last is not None:
+            self._deliver_step(last, results, now)
 
     def check_integrity(self) -> None:
         """Raise InvariantError if pages or counts do not add up."""
@@ -153,11 +159,13 @@ class Core:
 
     def _finish(self) -> None:
         """Read the step under way and deliver its tokens."""
-        if self.in_flight is None:
-            return
-        results = self.in_flight.read()
-        step, self.in_flight = self.in_flight, None
-        now = time.perf_counter()
+        if self.in_flight is not None:
+            results = self.in_flight.read()
+            step, self.in_flight = self.in_flight, None
+            self._deliver_step(step, results, time.perf_counter())
+
+    def _deliver_step(self, step: InFlight, results: list[ChunkResult], now: float) -> None:
+        """Commit what was computed and hand out its tokens; `now`: when they were read."""
         for chunk in step.plan.chunks:
             if chunk.samples:
                 chunk.seq.first_token_s = chunk.seq.first_token_s or now

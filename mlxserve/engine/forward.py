@@ -1,8 +1,8 @@
 """A step's forward pass: from tokens to logits, built anew or run from a recorded graph.
 
-Building and evaluating the graph of a small model takes MLX and Python as long as computing it takes
-the CPU. Steps that only decode look alike, so theirs is recorded once per shape (rows, pages, cache
-capacity) and run with new arrays, as one operation (kernels/cpu/program.h).
+For a small model, building and evaluating the graph takes Python and MLX as long as computing it
+takes the CPU. Steps that only decode look alike, so theirs is recorded once per shape (rows, pages,
+cache capacity) and run with new arrays, as one operation (kernels/cpu/program.h).
 """
 
 import logging
@@ -45,8 +45,9 @@ class Forward:
         storage = self._storage
         if self._native is None or storage.sealing:
             return self.logits(self.hidden(ids, view))
-        inputs = [ids, *view.arrays, *storage.arrays()]
-        shape = tuple(array.size for array in inputs)
+        own = [ids, *view.arrays]
+        inputs = [*own, *storage.arrays()]
+        shape = (*(array.size for array in own), *storage.capacity)
         if program := self._trusted.get(shape):
             logits, *arrays = program.run(inputs)
             storage.replace(arrays)
@@ -68,6 +69,8 @@ class Forward:
             return
         first = self._recorded.pop(shape, None)
         if first is None or not program.agrees_with(first):
+            if len(self._recorded) >= MAX_PROGRAMS:
+                self._recorded.clear()
             self._recorded[shape] = program
             return
         if len(self._trusted) >= MAX_PROGRAMS:

@@ -43,7 +43,7 @@ class InFlight:
             self._prompt(forward.hidden(ids, view))
 
     def _prompt(self, hidden: mx.array) -> None:
-        """A step with chunks of prompts: only the last token of each that is complete is sampled."""
+        """A step with prompts: samples after the last token of each that is complete."""
         last: list[int] = []
         first = 0
         for chunk in self.plan.chunks:

@@ -62,21 +62,24 @@ def matmuls(
     return [matmul(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
-def rows(weight: Weight, ids: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Rows of a weight: an embedding. ids: integers `[T]`. Returns `[T, K]` in `dtype`.
+def rows(weight: Weight, ids: mx.array, dtype: mx.Dtype, scale: float = 1.0) -> mx.array:
+    """Rows of a weight, times `scale`: an embedding. ids: integers `[T]`. Returns `[T, K]` in `dtype`.
 
-    Rows of a plain array come as they are stored.
+    Rows of a plain array come in its own type, to which scale is rounded.
     """
     if isinstance(weight, PanelWeight):
         native: Any = registry.native("matmul")
-        return native.rows(weight.handle, ids.astype(mx.int32)).astype(dtype)
-    if isinstance(weight, mx.array):
-        return weight[ids]
-    w = weight
-    biases = None if w.biases is None else w.biases[ids]
-    return dequantize(
-        PackedWeight(w.weight[ids], w.scales[ids], biases, w.bits, w.group_size, w.mode), dtype
-    )
+        if dtype == mx.float32:
+            return native.rows(weight.handle, ids.astype(mx.int32), scale)
+        found = native.rows(weight.handle, ids.astype(mx.int32)).astype(dtype)
+    elif isinstance(weight, mx.array):
+        found = weight[ids]
+    else:
+        w = weight
+        biases = None if w.biases is None else w.biases[ids]
+        packed = (w.weight[ids], w.scales[ids], biases, w.bits, w.group_size, w.mode)
+        found = dequantize(PackedWeight(*packed), dtype)
+    return found if scale == 1 else found * scale
 
 
 def form() -> Form:
@@ -149,7 +152,7 @@ def _centred(weight: PackedWeight) -> bool:
     return bool(mx.array_equal(weight.biases.astype(mx.float32), middle))
 
 
-def _reference(x: mx.array, weight: Weight, bias: mx.array | None) -> mx.array:
+def _reference(x: mx.array, weight: mx.array | PackedWeight, bias: mx.array | None) -> mx.array:
     y = quantized_matmul(x, weight) if isinstance(weight, PackedWeight) else x @ weight.T
     return y if bias is None else y + bias
 

@@ -5,16 +5,19 @@ it also has a native CPU kernel, that is used once it has agreed with the refere
 """
 
 import importlib
+import logging
 import threading
-import warnings
 from dataclasses import dataclass
 from types import ModuleType
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from mlxserve import config
 from mlxserve.errors import RequestError
 from mlxserve.kernels.native import load
+
+logger = logging.getLogger(__name__)
 
 # op -> its module, whose `check(native)` raises ArithmeticError where kernel and reference differ.
 OPS = {
@@ -38,21 +41,40 @@ class Choice:
     reason: str
 
 
+class _Decision(NamedTuple):
+    """warning: what to tell the user when the op is first used, or ""."""
+
+    choice: Choice
+    module: ModuleType | None = None
+    warning: str = ""
+
+
 _lock = threading.Lock()
-_chosen: dict[str, tuple[Choice, ModuleType | None]] = {}
+_decided: dict[str, _Decision] = {}
+_used: dict[str, ModuleType | None] = {}
+_warned: set[str] = set()
 
 
 def native(op: str) -> ModuleType | None:
     """The module with this op's native kernel, or None where its reference is used.
 
-    Chosen once per process. Raises RequestError for overrides that can't be followed.
+    Chosen once per process, with one warning where a kernel is missing that could be there. Raises
+    RequestError for overrides that can't be followed.
     """
-    return (_chosen.get(op) or _choose(op))[1]
+    try:
+        return _used[op]
+    except KeyError:
+        decision = _decision(op)
+        _used[op] = decision.module
+        if decision.warning and decision.warning not in _warned:
+            _warned.add(decision.warning)
+            logger.warning("%s", decision.warning)
+        return decision.module
 
 
 def report() -> list[Choice]:
     """The choices in force, for every op."""
-    return [(_chosen.get(op) or _choose(op))[0] for op in OPS]
+    return [_decision(op).choice for op in OPS]
 
 
 def recorder() -> ModuleType | None:
@@ -64,41 +86,41 @@ def recorder() -> ModuleType | None:
 def forget() -> None:
     """Choose anew, after the environment was changed: for tests."""
     with _lock:
-        _chosen.clear()
+        _decided.clear()
+        _used.clear()
+        _warned.clear()
         load.cache_clear()
 
 
-def _choose(op: str) -> tuple[Choice, ModuleType | None]:
+def _decision(op: str) -> _Decision:
     with _lock:
-        if op not in _chosen:
-            _chosen[op] = _decide(op)
-        return _chosen[op]
+        if op not in _decided:
+            _decided[op] = _decide(op)
+        return _decided[op]
 
 
-def _decide(op: str) -> tuple[Choice, ModuleType | None]:
+def _decide(op: str) -> _Decision:
     asked = _asked(op)
     if asked == "reference":
-        return Choice(op, "reference", "asked for by MLXSERVE_KERNELS"), None
+        return _Decision(Choice(op, "reference", "asked for by MLXSERVE_KERNELS"))
     if mx.metal.is_available():
-        return Choice(op, "reference", "MLX's own Metal kernels"), None
+        return _Decision(Choice(op, "reference", "MLX's own Metal kernels"))
     found = load()
     if found.module is None:
         if asked == "native":
             raise RequestError(
                 f"MLXSERVE_KERNELS asks for native {op}: {found.reason}; {found.fix}"
             )
-        if found.fix:
-            _warn(
-                f"the native CPU kernels are off ({found.reason}): expect a twentieth of the "
-                f"speed. To mend it, {found.fix}"
-            )
-        return Choice(op, "reference", found.reason), None
+        slow = f"mlxserve is slow here ({found.reason}); to mend it, {found.fix}"
+        return _Decision(Choice(op, "reference", found.reason), warning=slow if found.fix else "")
     try:
         importlib.import_module(OPS[op]).check(found.module)
-    except ArithmeticError as error:
-        _warn(f"the native {op} kernel is off: {error}. Please report this")
-        return Choice(op, "reference", f"the native kernel failed its check: {error}"), None
-    return Choice(op, "native", f"{found.reason}; agrees with the reference"), found.module
+    except Exception as error:  # whatever it is, the reference works
+        failed = Choice(op, "reference", f"the native kernel failed its check: {error}")
+        warning = f"the native {op} kernel is off, please report this: {error}"
+        return _Decision(failed, warning=warning)
+    agrees = Choice(op, "native", f"{found.reason}; agrees with the reference")
+    return _Decision(agrees, found.module)
 
 
 def _asked(op: str) -> str | None:
@@ -106,16 +128,6 @@ def _asked(op: str) -> str | None:
     if unknown := sorted(overrides.keys() - OPS.keys() - {""}):
         raise RequestError(f"MLXSERVE_KERNELS names {unknown[0]!r}; the ops are {', '.join(OPS)}")
     return overrides.get(op, overrides.get(""))
-
-
-_warned: set[str] = set()
-
-
-def _warn(message: str) -> None:
-    """Once per process: every op would say the same."""
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
 
 
 def check_close(op: str, got: mx.array, expected: mx.array, tolerance: float) -> None:

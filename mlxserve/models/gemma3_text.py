@@ -139,9 +139,9 @@ class Block(nn.Module):
 
     def __call__(self, x: mx.array, positions: mx.array, layer: LayerView) -> mx.array:
         attended = self.self_attn(self.input_layernorm(x), positions, layer)
-        x = x + self.post_attention_layernorm(attended)
+        x = self.post_attention_layernorm(attended, x)
         fed = self.mlp(self.pre_feedforward_layernorm(x))
-        return x + self.post_feedforward_layernorm(fed)
+        return self.post_feedforward_layernorm(fed, x)
 
 
 class Trunk(nn.Module):
@@ -149,15 +149,14 @@ class Trunk(nn.Module):
 
     def __init__(self, c: Gemma3Config) -> None:
         super().__init__()
-        self.embed_scale = c.width**0.5
-        self.embed_tokens = Embedding(c.vocab_size, c.width)
+        # A Python number takes the array's dtype: in bfloat16 sqrt(3072) becomes the 55.5 that the
+        # model was trained with.
+        self.embed_tokens = Embedding(c.vocab_size, c.width, scale=c.width**0.5)
         self.layers = [Block(c, sliding) for sliding in c.sliding]
         self.norm = RMSNorm(c.width, c.eps)
 
     def __call__(self, ids: mx.array, view: View) -> mx.array:
-        # A Python number takes the array's dtype: in bfloat16 sqrt(3072) becomes the 55.5 that the
-        # model was trained with.
-        x = self.embed_tokens(ids) * self.embed_scale
+        x = self.embed_tokens(ids)
         for i, block in enumerate(self.layers):
             x = block(x, view.positions, view.layer(i))
         return self.norm(x)

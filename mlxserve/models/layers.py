@@ -27,16 +27,20 @@ def project(x: mx.array, *layers: Linear) -> list[mx.array]:
 
 
 class Embedding(nn.Module):
-    """A row per token id. weight: `[V, D]`, in any form; packed rows come out in `dtype`."""
+    """A row per token id, times `scale`. weight: `[V, D]`, in any form; packed rows come in `dtype`.
 
-    def __init__(self, vocab_size: int, width: int) -> None:
+    The output head that shares the weight has no scale.
+    """
+
+    def __init__(self, vocab_size: int, width: int, *, scale: float = 1.0) -> None:
         super().__init__()
+        self.scale = scale
         self.weight: Weight = mx.zeros((vocab_size, width))
         self.dtype = mx.float32
 
     def __call__(self, ids: mx.array) -> mx.array:
         """ids: integers `[T]`. Returns `[T, D]`."""
-        return rows(self.weight, ids, self.dtype)
+        return rows(self.weight, ids, self.dtype, self.scale)
 
     def as_linear(self, h: mx.array) -> mx.array:
         """The tied output head. h: `[..., D]`. Returns `[..., V]`."""
@@ -54,8 +58,9 @@ class RMSNorm(nn.Module):
         self.weight = mx.ones((width,))
         self.eps = eps
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return rms_norm(x, self.weight, self.eps)
+    def __call__(self, x: mx.array, add: mx.array | None = None) -> mx.array:
+        """x, add: `[.., D]`. Returns the norm of x, plus add."""
+        return rms_norm(x, self.weight, self.eps, add)
 
 
 class GatedMLP(nn.Module):

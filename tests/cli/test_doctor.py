@@ -3,6 +3,8 @@
 import platform
 from importlib.metadata import version
 
+import pytest
+
 from mlxserve.kernels import registry
 
 
@@ -56,8 +58,18 @@ main()
     assert done.stderr == ""
 
 
-def test_no_compiler_is_a_note(cli):
-    done = cli("doctor", PATH="/nowhere")
-    if platform.system() == "Linux":
-        assert "note   compiler" in done.stdout
+@pytest.mark.skipif(platform.system() != "Linux", reason="only on Linux")
+def test_missing_kernels_are_a_note(cli, tmp_path):
+    done = cli.python(f"""
+import pathlib, sys
+sys.argv = ["mlxserve", "doctor"]
+from mlxserve.kernels import native
+native.FOLDER = pathlib.Path({str(tmp_path)!r})
+from mlxserve.cli import main
+main()
+""")
     assert done.code == 0
+    assert "note   kernels     slow: the native CPU kernels weren't built" in done.stdout
+    assert "fix: install g++ (version 11 or later) and install mlxserve again" in done.stdout
+    assert "matmul: reference" in done.stdout
+    assert done.stderr == ""

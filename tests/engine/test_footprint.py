@@ -100,9 +100,7 @@ def test_loaded_bytes_are_those_of_the_loaded_model(tmp_path, kind):
         forms.append(("panels", mx.float32, in_panels))
     for form, dtype, nbytes in forms:
         real = sum(nbytes(value, dtype) for value in checkpoint.weights().values())
-        told = fp.loaded_bytes(
-            checkpoint.config, 1 << 60, form=form, elements=checkpoint.elements
-        )
+        told = fp.loaded_bytes(checkpoint.config, 1 << 60, form=form, elements=checkpoint.elements)
         assert told == pytest.approx(real, rel=0.03)
 
 

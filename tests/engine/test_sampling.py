@@ -167,8 +167,7 @@ def test_no_stop_id_before_min_tokens():
     best = int(logits.argmax())
     how = {"stop_ids": [best], "min_tokens": 2}
     got = [
-        draw(mx.array(logits), [sequence(outputs=[1] * n, **how)]).item() == best
-        for n in range(4)
+        draw(mx.array(logits), [sequence(outputs=[1] * n, **how)]).item() == best for n in range(4)
     ]
     assert got == [False, False, True, True]
 

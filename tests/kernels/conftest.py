@@ -1,4 +1,4 @@
-"""Under AddressSanitizer every array gets memory of its own, so that reading past its end is seen."""
+"""Under AddressSanitizer every array gets memory of its own, so that going past its end is seen."""
 
 import os
 

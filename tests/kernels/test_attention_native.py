@@ -231,6 +231,7 @@ def test_what_does_not_fit_is_refused_by_name():
         ("row 1 doesn't begin where", [[0, 1, 0, 0, 0, 0], [2, 1, 0, 0, 0, 0]], [0]),
         ("row 0 begins before", [[0, 1, -1, 0, 0, 0]], [0]),
         ("row 0 begins before", [[0, 1, 63, 1, 0, 0]], [0]),
+        ("row 0 ends beyond", [[0, 20, 2**31 - 10, 2**25 - 1, 0, 0]], [0, 1]),
         ("row 0 needs 2 pages", [[0, 1, 64, 0, 0, 0]], [0]),
         ("row 0 needs 1 pages", [[0, 1, 0, 0, 2, 0]], [0]),
         ("row 0 needs 1 pages", [[0, 1, 0, 0, 0, -1]], [0]),

@@ -95,20 +95,15 @@ static void unpack_floats(const Panels& w, const uint8_t* panel, int64_t k_begin
 template <Codec C>
 static void unpack_groups(const Panels& w, const uint8_t* panel, int64_t begin, int64_t end,
                           int32_t* pairs, float* scales, float* biases) {
-  constexpr int block_bytes = BLOCK * PANEL * bits_of(C) / 8, step_bytes = block_bytes / 4;
-  // What is unpacked after this, while the sums of this are made.
-  const int64_t ahead = (end - begin) * w.group_bytes();
+  constexpr int block_bytes = BLOCK * PANEL * bits_of(C) / 8;
   for (int64_t g = begin; g < end; g++, scales += PANEL, biases += PANEL) {
     const uint8_t* at = panel + g * w.group_bytes();
     vstore(scales, vmul(load_numbers(at, w.scales), vset(w.step())));
     if (w.biases) vstore(biases, load_numbers(at + PANEL * bytes_of(w.scales), w.scales));
     at += w.header_bytes();
-    for (int j = 0; j < w.group / 8; j++, pairs += 4 * PANEL) {
-      prefetch(at + j * step_bytes + ahead);
-      if constexpr (step_bytes > 64) prefetch(at + j * step_bytes + ahead + 64);
+    for (int j = 0; j < w.group / 8; j++, pairs += 4 * PANEL)
       unpack_pairs<C>(at + j / 4 * block_bytes, j % 4,
                       [pairs](int t, vi pair) { memcpy(pairs + t * PANEL, &pair, sizeof pair); });
-    }
   }
 }
 

@@ -13,6 +13,7 @@ struct WholeRows {
   int16_t* q;      // [M, K]
   float* scales;   // [M, groups]
   int32_t* sums;   // [M, groups], of q
+  float* totals;   // [M, groups]: sum times scale
 };
 
 // out[m, n] = sum over k of x[m, k] * w[n, k], + bias[n], + add[m, n].
@@ -26,13 +27,12 @@ struct Matmul {
   int64_t m;
 };
 
-// out = x / rms(x) * weight; with `residual`, of sum = x + residual instead.
+// out = x / rms(x) * weight + add.
 struct RmsNorm {
-  const float* x;         // [T, d]
-  const float* residual;  // [T, d] or null
-  const float* weight;    // [d]
-  float* sum;             // [T, d], where there is a residual
-  float* out;             // [T, d]
+  const float* x;       // [rows, d]
+  const float* weight;  // [d]
+  const float* add;     // like x, or null
+  float* out;
   int64_t d;
   float eps;
 };

@@ -121,26 +121,38 @@ ALWAYS_INLINE vi pair_of(const int16_t* x) {
   return iset(pair);
 }
 
-// A group's exact sum, put to its place: sum + dot * (w scale * x scale) + bias * x scale * x sum.
-ALWAYS_INLINE vf add_group(vf sum, vi dot, vf scale, float x_scale, const vf* bias, int32_t x_sum) {
+// A group's exact sum, put to its place: sum + dot * (w scale * x scale) + bias * total of x.
+ALWAYS_INLINE vf add_group(vf sum, vi dot, vf scale, float x_scale, const vf* bias, float x_total) {
   sum = vfma(vfrom(dot), vmul(scale, vset(x_scale)), sum);
-  return bias ? vfma(*bias, vset(x_scale * (float)x_sum), sum) : sum;
+  return bias ? vfma(*bias, vset(x_total), sum) : sum;
 }
 
-// R rows over groups begin .. end, which are unpacked, added to sums [R, 16].
+// Groups of a panel, unpacked: pairs [weights / 2, 16], scales and biases [groups, 16].
+struct Unpacked {
+  alignas(64) int32_t pairs[K_BLOCK / 2 * PANEL];
+  alignas(64) float scales[K_BLOCK / 16 * PANEL], biases[K_BLOCK / 16 * PANEL];
+  int64_t begin, end;   // which groups
+  const uint8_t* next;  // what will be unpacked after them, to be fetched meanwhile
+};
+
+// R rows over unpacked groups, added to sums [R, 16].
 template <int R>
-static void whole_tile(const Matmul& a, int64_t row, int64_t begin, int64_t end, const int32_t* pairs,
-                       const float* scales, const float* biases, float* sums) {
+static void whole_tile(const Matmul& a, int64_t row, const Unpacked& u, bool fetch, float* sums) {
   const Panels& w = a.w;
+  const int32_t* pairs = u.pairs;
+  const float *scales = u.scales, *biases = u.biases;
+  const uint8_t* next = u.next;
+  const int64_t group_bytes = w.group_bytes();
   const int64_t groups = w.k / w.group;
   const int zero = w.zero_point();
-  for (int64_t g = begin; g < end; g++, scales += PANEL, biases += PANEL) {
+  for (int64_t g = u.begin; g < u.end; g++, scales += PANEL, biases += PANEL) {
+    if (fetch)
+      for (const uint8_t* stop = next + group_bytes; next < stop; next += 64) prefetch(next);
     const int16_t* x = a.whole.q + row * w.k + g * w.group;
-    const int32_t* x_sums = a.whole.sums + row * groups + g;
-    const float* x_scales = a.whole.scales + row * groups + g;
+    const int64_t x_at = row * groups + g;
     vi dot[R];
     UNROLL
-    for (int r = 0; r < R; r++) dot[r] = iset(-zero * x_sums[r * groups]);
+    for (int r = 0; r < R; r++) dot[r] = iset(-zero * a.whole.sums[x_at + r * groups]);
     for (int k = 0; k < w.group; k += 2, pairs += PANEL) {
       const vi pair = iload(pairs);
       UNROLL
@@ -151,18 +163,16 @@ static void whole_tile(const Matmul& a, int64_t row, int64_t begin, int64_t end,
     UNROLL
     for (int r = 0; r < R; r++)
       vstore(sums + r * PANEL,
-             add_group(vload(sums + r * PANEL), dot[r], scale, x_scales[r * groups],
-                       w.biases ? &bias : nullptr, x_sums[r * groups]));
+             add_group(vload(sums + r * PANEL), dot[r], scale, a.whole.scales[x_at + r * groups],
+                       w.biases ? &bias : nullptr, a.whole.totals[x_at + r * groups]));
   }
 }
 
 template <int R>
-static inline void whole_rows(int rows, const Matmul& a, int64_t row, int64_t begin, int64_t end,
-                              const int32_t* pairs, const float* scales, const float* biases,
+static inline void whole_rows(int rows, const Matmul& a, int64_t row, const Unpacked& u, bool fetch,
                               float* sums) {
-  if (rows == R) whole_tile<R>(a, row, begin, end, pairs, scales, biases, sums);
-  else if constexpr (R > 1)
-    whole_rows<R - 1>(rows, a, row, begin, end, pairs, scales, biases, sums);
+  if (rows == R) whole_tile<R>(a, row, u, fetch, sums);
+  else if constexpr (R > 1) whole_rows<R - 1>(rows, a, row, u, fetch, sums);
 }
 
 // One row, weights unpacked into registers. One panel at a time: a single stream from front to back of
@@ -177,8 +187,7 @@ static void whole_row(const Matmul& a, int64_t row, int64_t panel) {
   const int16_t* x = a.whole.q + row * w.k;
   vf sums = vset(0);
   for (int64_t g = 0; g < groups; g++, at += w.group_bytes()) {
-    const int32_t x_sum = a.whole.sums[row * groups + g];
-    vi dot = iset(-zero * x_sum);
+    vi dot = iset(-zero * a.whole.sums[row * groups + g]);
     const uint8_t* numbers = at + header;
     for (int j = 0; j < w.group / 8; j++, x += 8) {
       prefetch(numbers + j * step_bytes + AHEAD);
@@ -191,27 +200,27 @@ static void whole_row(const Matmul& a, int64_t row, int64_t panel) {
     vf bias = vset(0);
     if (w.biases) bias = load_numbers(at + PANEL * bytes_of(w.scales), w.scales);
     sums = add_group(sums, dot, scale, a.whole.scales[row * groups + g], w.biases ? &bias : nullptr,
-                     x_sum);
+                     a.whole.totals[row * groups + g]);
   }
   write_row(a, panel, row, sums);
 }
 
 template <Codec C>
 static void whole_panel(const Matmul& a, int64_t panel, int64_t row, int rows) {
-  alignas(64) int32_t pairs[K_BLOCK / 2 * PANEL];
-  alignas(64) float scales[K_BLOCK / 16 * PANEL], biases[K_BLOCK / 16 * PANEL];
+  Unpacked u;
   alignas(64) float sums[ROW_BLOCK * PANEL];
   memset(sums, 0, rows * PANEL * sizeof(float));
   const Panels& w = a.w;
   const uint8_t* data = w.data + panel * w.panel_bytes();
   const int64_t groups = w.k / w.group, step = K_BLOCK / w.group;
   for (int64_t g = 0; g < groups; g += step) {
-    const int64_t end = g + step < groups ? g + step : groups;
-    unpack_groups<C>(w, data, g, end, pairs, scales, biases);
+    u.begin = g;
+    u.end = g + step < groups ? g + step : groups;
+    u.next = data + u.end * w.group_bytes();
+    unpack_groups<C>(w, data, u.begin, u.end, u.pairs, u.scales, u.biases);
     for (int done = 0; done < rows;) {
       const int now = next_tile(rows - done, INT_TILE_ROWS);
-      whole_rows<INT_TILE_ROWS>(now, a, row + done, g, end, pairs, scales, biases,
-                                sums + done * PANEL);
+      whole_rows<INT_TILE_ROWS>(now, a, row + done, u, done == 0, sums + done * PANEL);
       done += now;
     }
   }
@@ -239,6 +248,7 @@ static void to_whole(const float* x, int64_t k, int group, const WholeRows& out,
     }
     out.scales[i] = nothing ? 0.0f : peak / 32767.0f;
     out.sums[i] = isum(sum);
+    out.totals[i] = out.scales[i] * (float)out.sums[i];
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 #include "bind.h"
@@ -37,6 +38,8 @@ struct RowsNeed {
       const int64_t count = pages_of(row), end = row.pages_at + count;
       if (row.start < 0 || row.base_page < 0 || row.base_page * int64_t{PAGE} > row.start)
         refuse(op, name + " begins before its first page");
+      if (int64_t{row.start} + row.n > std::numeric_limits<int32_t>::max())
+        refuse(op, name + " ends beyond what 32 bits can count");
       if (row.sealed < 0 || row.sealed > count || row.pages_at < 0 ||
           end > static_cast<int64_t>(count_pages))
         refuse(op, name + " needs " + std::to_string(count) + " pages, which it doesn't have");

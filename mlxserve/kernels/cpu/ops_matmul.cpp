@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <map>
 
 #include "bind.h"
@@ -84,6 +85,8 @@ PanelWeight pack(const mx::array& weight, const std::optional<mx::array>& scales
       p.biases = true;
     }
   }
+  if (p.panel_bytes() > std::numeric_limits<int>::max())
+    refuse(op, "K=" + std::to_string(p.k) + " is too large");
   const mx::Shape shape{static_cast<int>(p.panels()), static_cast<int>(p.panel_bytes())};
   auto data = lazy(op, inputs, {{shape, mx::uint8}}, [p](const Inputs& in, const Outputs& out) {
     const auto at = [&](size_t i) { return i < in.size() ? static_cast<const uint8_t*>(in[i]) : nullptr; };
@@ -123,14 +126,15 @@ class WholeX {
   }
 
   static size_t bytes_for(const Matmul& job) {
-    return is_whole(job.w.codec) ? job.m * job.w.k * 2 + job.m * job.w.k / job.w.group * 8 : 0;
+    return is_whole(job.w.codec) ? job.m * job.w.k * 2 + job.m * job.w.k / job.w.group * 12 : 0;
   }
 
   static char* convert(Matmul& job, char* at) {
     const int64_t values = job.m * job.w.k, groups = values / job.w.group;
     job.whole.scales = reinterpret_cast<float*>(at);
     job.whole.sums = reinterpret_cast<int32_t*>(at + groups * 4);
-    job.whole.q = reinterpret_cast<int16_t*>(at + groups * 8);
+    job.whole.totals = reinterpret_cast<float*>(at + groups * 8);
+    job.whole.q = reinterpret_cast<int16_t*>(at + groups * 12);
     parallel_for(job.m, std::max<int64_t>(1, SMALL / job.w.k), [&job](int64_t begin, int64_t end) {
       kernels().to_whole(job.x, job.w.k, job.w.group, job.whole, begin, end);
     });
@@ -184,6 +188,7 @@ std::vector<mx::array> matmul(const mx::array& x, const std::vector<const PanelW
   std::vector<OutputSpec> outputs;
   std::vector<Matmul> jobs;
   for (const PanelWeight* w : weights) {
+    if (!w) refuse(op, "a weight is None");
     const Panels& p = w->panels;
     if (p.k != x.shape(1))
       refuse(op, "x has K=" + std::to_string(x.shape(1)) + ", the weight has K=" + std::to_string(p.k));
@@ -219,15 +224,15 @@ std::vector<mx::array> matmul(const mx::array& x, const std::vector<const PanelW
   });
 }
 
-// Rows ids [T] int32 of a weight as float32 [T, K]; an id outside it gives a row of NaN.
-mx::array rows(const PanelWeight& weight, const mx::array& ids) {
+// Rows ids [T] int32 of a weight, times scale, as float32 [T, K]; an id outside it gives a row of NaN.
+mx::array rows(const PanelWeight& weight, const mx::array& ids, float scale) {
   const char* op = "rows";
   require_ndim(op, "ids", ids, 1);
   require_dtype(op, "ids", ids, mx::int32);
   const Panels p = weight.panels;
   const int count = ids.shape(0);
   const mx::Shape shape{count, static_cast<int>(p.k)};
-  return lazy(op, {weight.data, ids}, {{shape, mx::float32}}, [p, count](const Inputs& in, const Outputs& out) {
+  return lazy(op, {weight.data, ids}, {{shape, mx::float32}}, [p, count, scale](const Inputs& in, const Outputs& out) {
     Panels w = p;
     w.data = static_cast<const uint8_t*>(in[0]);
     const auto* id = static_cast<const int32_t*>(in[1]);
@@ -236,6 +241,8 @@ mx::array rows(const PanelWeight& weight, const mx::array& ids) {
       for (int64_t i = begin; i < end; i++) {
         if (id[i] >= 0 && id[i] < w.n) unpack_row(w, id[i], values + i * w.k);
         else std::fill_n(values + i * w.k, w.k, __builtin_nanf(""));
+        if (scale != 1)
+          for (int64_t k = i * w.k; k < (i + 1) * w.k; k++) values[k] *= scale;
       }
     });
   })[0];
@@ -247,7 +254,7 @@ void bind_matmul(nb::module_& m) {
   nb::class_<PanelWeight>(m, "PanelWeight").def_ro("data", &PanelWeight::data);
   m.def("pack", &pack, "weight"_a, "scales"_a.none(), "biases"_a.none(), "codec"_a, "group"_a);
   m.def("matmul", &matmul, "x"_a, "weights"_a, "biases"_a, "add"_a.none());
-  m.def("rows", &rows, "weight"_a, "ids"_a);
+  m.def("rows", &rows, "weight"_a, "ids"_a, "scale"_a = 1.0f);
 }
 
 }  // namespace mlxserve

@@ -38,32 +38,22 @@ int last_axis(const char* op, const Array& x) {
 
 int64_t rows_of(const Array& x, int d) { return d ? static_cast<int64_t>(x.size()) / d : 0; }
 
-Array rms_norm(const Array& x, const Array& weight, float eps) {
+Array rms_norm(const Array& x, const Array& weight, float eps, const MaybeArray& add) {
   const char* op = "rms_norm";
   const int d = last_axis(op, x);
   require_floats(op, "weight", weight, {d});
+  std::vector<Array> inputs = {x, weight};
+  if (add) {
+    require_floats(op, "add", *add, x.shape());
+    inputs.push_back(*add);
+  }
   const int64_t rows = rows_of(x, d);
   const auto work = [=](const Inputs& in, const Outputs& out) {
-    const RmsNorm a{floats(in[0]), nullptr, floats(in[1]), nullptr, floats(out[0]), d, eps};
+    const float* add = in.size() > 2 ? floats(in[2]) : nullptr;
+    const RmsNorm a{floats(in[0]), floats(in[1]), add, floats(out[0]), d, eps};
     over_rows(rows, d, [&](int64_t begin, int64_t end) { kernels().rms_norm(a, begin, end); });
   };
-  return lazy(op, {x, weight}, {{x.shape(), mx::float32}}, work)[0];
-}
-
-// Of x + residual: that sum, and the sum normed.
-std::vector<Array> add_rms_norm(const Array& x, const Array& residual, const Array& weight,
-                                float eps) {
-  const char* op = "add_rms_norm";
-  const int d = last_axis(op, x);
-  require_floats(op, "residual", residual, x.shape());
-  require_floats(op, "weight", weight, {d});
-  const int64_t rows = rows_of(x, d);
-  const auto work = [=](const Inputs& in, const Outputs& out) {
-    RmsNorm a{floats(in[0]), floats(in[1]), floats(in[2]), floats(out[0]), floats(out[1]), d, eps};
-    over_rows(rows, d, [&](int64_t begin, int64_t end) { kernels().rms_norm(a, begin, end); });
-  };
-  const OutputSpec like_x{x.shape(), mx::float32};
-  return lazy(op, {x, residual, weight}, {like_x, like_x}, work);
+  return lazy(op, inputs, {{x.shape(), mx::float32}}, work)[0];
 }
 
 Array layer_norm(const Array& x, const Array& weight, const MaybeArray& bias, float eps) {
@@ -152,8 +142,7 @@ std::vector<Array> rope(const Array& q, const Array& k, const Array& positions,
 }  // namespace
 
 void bind_rows(nb::module_& m) {
-  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a);
-  m.def("add_rms_norm", &add_rms_norm, "x"_a, "residual"_a, "weight"_a, "eps"_a);
+  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a, "add"_a = nb::none());
   m.def("layer_norm", &layer_norm, "x"_a, "weight"_a, "bias"_a.none(), "eps"_a);
   m.def("gated", &gated, "gate"_a, "up"_a, "kind"_a);
   m.def("rope", &rope, "q"_a, "k"_a, "positions"_a, "periods"_a, "gain"_a, "q_norm"_a.none(),

@@ -1,7 +1,9 @@
 #include "pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #if defined(__x86_64__)
@@ -33,7 +35,11 @@ struct Pool {
   std::mutex one_job;
 
   explicit Pool(int threads) {
-    for (int i = 1; i < threads; i++) std::thread([this] { serve(); }).detach();
+    try {
+      for (int i = 1; i < threads; i++) std::thread([this] { serve(); }).detach();
+    } catch (const std::system_error&) {
+      // The system allows no more of them: the work is done by those that there are.
+    }
   }
 
   void take_ranges() {
@@ -66,7 +72,15 @@ struct Pool {
     next.store(0, std::memory_order_relaxed);
     generation.fetch_add(1);
     generation.notify_all();
+    // Also where the work throws: nobody may be left inside a job whose context is gone.
+    struct Close {
+      Pool& pool;
+      ~Close() { pool.close(); }
+    } const closing{*this};
     take_ranges();
+  }
+
+  void close() {
     generation.fetch_add(1);
     for (int i = 0; inside.load(); i++) {
       if (i < SPINS) relax();
@@ -89,7 +103,7 @@ void set_threads(int threads) { wanted = threads; }
 
 int threads() {
   const int n = wanted.load();
-  return n > 0 ? n : static_cast<int>(std::thread::hardware_concurrency());
+  return n > 0 ? n : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
 void parallel_for(int64_t items, int64_t grain, void (*work)(const void*, int64_t, int64_t),

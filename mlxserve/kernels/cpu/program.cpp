@@ -33,7 +33,7 @@ class Recorder {
       program_->input_shapes_.push_back(inputs[i].shape());
       program_->input_types_.push_back(inputs[i].dtype());
       values_.push_back({Program::Where::input, i, 0});
-      value_of_[inputs[i].id()] = i;
+      if (!value_of_.emplace(inputs[i].id(), i).second) refuse(NAME, "an input is given twice");
     }
     for (const auto& a : outputs) visit(a);
     for (const auto& a : outputs) add_output(a);
@@ -87,6 +87,7 @@ class Recorder {
   void add_output(const mx::array& a) {
     Value& value = values_[value_of_[a.id()]];
     if (value.where == Program::Where::input) {
+      if (a.shape() != program_->input_shapes_[value.at]) refuse(NAME, "an output is an input reshaped");
       program_->outputs_.push_back(-1 - static_cast<int>(value.at));
       return;
     }
@@ -179,8 +180,9 @@ bool Program::agrees_with(const Program& other) const {
                     [](const mx::array& a, const mx::array& b) { return a.id() == b.id(); });
 }
 
-// On the stream's thread, one run after the other: they share the memory.
+// On the stream's thread. One run after the other, also on several streams: they share the memory.
 void Program::execute(const Inputs& in, const Outputs& out) {
+  const std::lock_guard<std::mutex> lock(running_);
   const auto misalignment = reinterpret_cast<std::uintptr_t>(memory_.data()) % LINE;
   char* const memory = memory_.data() + (LINE - misalignment) % LINE;
   Inputs step_in;

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -55,6 +56,7 @@ class Program : public std::enable_shared_from_this<Program> {
   std::vector<mx::array> constants_;
   std::vector<Step> steps_;
   std::vector<char> memory_;
+  std::mutex running_;
 };
 
 }  // namespace mlxserve

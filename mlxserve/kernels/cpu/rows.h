@@ -63,19 +63,13 @@ static inline float inverse_rms(const float* x, int64_t d, float eps) {
 static void rms_norm(const RmsNorm& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; row++) {
     const float* x = a.x + row * a.d;
+    const float* add = a.add ? a.add + row * a.d : nullptr;
     float* out = a.out + row * a.d;
-    if (a.residual) {
-      const float* residual = a.residual + row * a.d;
-      float* sum = a.sum + row * a.d;
-      for_lanes(a.d, [=](int64_t i, int count) {
-        store_some(sum + i, vadd(load_some(x + i, count), load_some(residual + i, count)), count);
-      });
-      x = sum;
-    }
     const vf scale = vset(inverse_rms(x, a.d, a.eps));
-    for_lanes(a.d, [&, x, out](int64_t i, int count) {
-      const vf normed = vmul(load_some(x + i, count), scale);
-      store_some(out + i, vmul(normed, load_some(a.weight + i, count)), count);
+    for_lanes(a.d, [=, &a](int64_t i, int count) {
+      vf y = vmul(vmul(load_some(x + i, count), scale), load_some(a.weight + i, count));
+      if (add) y = vadd(y, load_some(add + i, count));
+      store_some(out + i, y, count);
     });
   }
 }
