@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -31,7 +32,7 @@ FLAGS += [
     "-Wextra",
 ]
 # GCC 12 takes the undefined lanes of its own AVX-512 header for a mistake.
-FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
+FLAGS += ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 # On other processors those two files compile to plain C++, which is never chosen.
@@ -44,6 +45,8 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Raises CompileError, which setuptools turns into a warning: the extension is optional."""
         compiler = shlex.split(os.environ.get("CXX") or sysconfig.get_config_var("CXX") or "c++")
+        if not os.environ.get("CXX") and which(compiler[0]) is None:
+            compiler = ["c++"]  # this Python was built elsewhere, with a compiler that isn't here
         build = Path(self.build_temp)
         build.mkdir(parents=True, exist_ok=True)
         target = Path(self.get_ext_fullpath(ext.name))

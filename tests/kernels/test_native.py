@@ -148,7 +148,9 @@ def test_no_function_of_a_level_is_shared(tmp_path):
     if not shutil.which("nm") or not shutil.which("g++"):
         pytest.skip("needs g++ and nm")
     folder = ROOT / "mlxserve" / "kernels" / "cpu"
-    for level, flags in (("avx2", ["-mavx2", "-mfma", "-mf16c"]), ("portable", [])):
+    avx2 = ["-mavx2", "-mfma", "-mf16c"]
+    avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+    for level, flags in (("avx512", avx512), ("avx2", avx2), ("portable", [])):
         target = tmp_path / f"{level}.o"
         command = ["g++", "-std=c++20", "-O1", "-Wno-psabi", *flags, "-c", "-o", str(target)]
         subprocess.run([*command, str(folder / f"level_{level}.cpp")], check=True)

@@ -138,6 +138,8 @@ mx::array attention(const mx::array& q, const mx::array& hot_k, const mx::array&
   if (a.q_heads % a.kv_heads)
     refuse(op, std::to_string(a.q_heads) + " query heads can't share " + std::to_string(a.kv_heads) +
                    " key heads evenly");
+  if (int64_t{q.shape(0)} * a.group() > std::numeric_limits<int32_t>::max() - PART_QUERIES)
+    refuse(op, "q is " + text(q.shape()) + ", too many queries");
   if (a.dim != hot_k.shape(2))
     refuse(op, "q has D=" + std::to_string(a.dim) + ", the cache has D=" + std::to_string(hot_k.shape(2)));
   if (window && *window < 1) refuse(op, "window is " + std::to_string(*window) + ", expected 1 or more");
