@@ -36,6 +36,7 @@ model: $(VENV)/dev.stamp
 lint: $(VENV)/dev.stamp
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
+	@$(VENV)/bin/clang-format --dry-run -Werror mlxserve/kernels/cpu/*.cpp mlxserve/kernels/cpu/*.h
 	@$(RUN) pyright --pythonpath $(VENV)/bin/python
 	@$(VENV)/bin/lint-imports
 

@@ -40,7 +40,9 @@ float* scratch(int64_t floats) {
 }
 
 // Few queries wait for memory: a page costs the same for one and for eight.
-int64_t page_cost(const AttentionPart& part) { return std::max(part.queries(), 8); }
+int64_t page_cost(const AttentionPart& part) {
+  return std::max(part.queries(), 8);
+}
 int64_t cost(const AttentionPart& part) {
   return page_cost(part) * (part.block_end - part.block_begin);
 }
@@ -65,18 +67,20 @@ void run_jobs(const Attention& a, const std::vector<Job>& jobs, bool small) {
   const auto count = static_cast<int64_t>(jobs.size());
   parallel_for(count, small ? count : 1, [&](int64_t begin, int64_t end) {
     float* const memory = scratch(scratch_floats(a));
-    for (int64_t i = begin; i < end; i++) kernels().attend(a, jobs[i].part, jobs[i].partials, memory);
+    for (int64_t i = begin; i < end; i++)
+      kernels().attend(a, jobs[i].part, jobs[i].partials, memory);
   });
 }
 
 void run_merges(const Attention& a, const std::vector<Merge>& merges) {
   const auto count = static_cast<int64_t>(merges.size());
-  parallel_for(count, std::max<int64_t>(1, count / (8 * threads())), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) {
-      const Merge& m = merges[i];
-      kernels().merge(a, m.part, m.partials, m.states, m.first, m.last, m.query, m.query + 1);
-    }
-  });
+  parallel_for(
+      count, std::max<int64_t>(1, count / (8 * threads())), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+          const Merge& m = merges[i];
+          kernels().merge(a, m.part, m.partials, m.states, m.first, m.last, m.query, m.query + 1);
+        }
+      });
 }
 
 // As many pages as there is room for, of as many splits; false once all are done.
@@ -86,8 +90,8 @@ bool next_round(const Attention& a, std::vector<Split>& splits, int64_t piece, f
   for (Split& split : splits) {
     const AttentionPart& whole = split.part;
     const int64_t per_page = whole.queries() * partial_floats(a);
-    const auto pages = static_cast<int32_t>(
-        std::min<int64_t>(whole.block_end - split.next, left / per_page));
+    const auto pages =
+        static_cast<int32_t>(std::min<int64_t>(whole.block_end - split.next, left / per_page));
     if (pages <= 0) continue;
     AttentionPart now = whole;
     now.block_begin = split.next;

@@ -1,8 +1,8 @@
 // Softmax attention over pages, with an order of summation that depends on positions alone.
 //
-// Scores add up over d in ascending order. A page of 64 tokens gives each query its largest score, its
-// sum of exponentials (one tree over 64 lanes) and its sum of p * v (in order of tokens); pages are
-// merged in ascending order. None of it depends on which queries are computed together, nor on
+// Scores add up over d in ascending order. A page of 64 tokens gives each query its largest score,
+// its sum of exponentials (one tree over 64 lanes) and its sum of p * v (in order of tokens); pages
+// are merged in ascending order. None of it depends on which queries are computed together, nor on
 // whether pages are merged as they come (`attend` with no partials) or later (`merge`).
 //
 // Tokens that a query doesn't see are never part of any sum: not even times zero, for there may be
@@ -63,8 +63,8 @@ struct DensePage {
     return load_numbers16<N>(tail, 0);
   }
 
-  // Tokens t0 .. t1 into out [4, padded, 16]: sixteen tokens beside each other. What lies in the lanes of
-  // other tokens is not defined.
+  // Tokens t0 .. t1 into out [4, padded, 16]: sixteen tokens beside each other. What lies in the
+  // lanes of other tokens is not defined.
   void keys(int t0, int t1, int dim, float* out, Ahead next) const {
     const int padded = (dim + LANES - 1) / LANES * LANES;
     alignas(64) float rows[LANES * LANES] = {0};
@@ -97,7 +97,8 @@ struct DensePage {
 };
 
 template <Number N>
-static inline DensePage<N> page_of(const Attention& a, const PagedRow& row, int head, int64_t block) {
+static inline DensePage<N> page_of(const Attention& a, const PagedRow& row, int head,
+                                   int64_t block) {
   const int64_t number = block - row.base_page, id = a.pages[row.pages_at + number];
   if (number < row.sealed)
     return {a.pool_k, a.pool_v, (id * a.kv_heads + head) * PAGE * a.dim, a.dim};
@@ -107,13 +108,12 @@ static inline DensePage<N> page_of(const Attention& a, const PagedRow& row, int 
 // ---- Products: rows x [R, count] times panels [count, 16], added to out.
 
 template <int R, int P>
-static inline void product(const float* x, int64_t x_stride, const float* panels, int64_t panel_stride,
-                           int count, float* out, int64_t out_stride) {
+static inline void product(const float* x, int64_t x_stride, const float* panels,
+                           int64_t panel_stride, int count, float* out, int64_t out_stride) {
   vf acc[P][R];
   UNROLL
-  for (int p = 0; p < P; p++)
-    UNROLL
-    for (int r = 0; r < R; r++) acc[p][r] = vload(out + r * out_stride + p * LANES);
+  for (int p = 0; p < P; p++) UNROLL
+  for (int r = 0; r < R; r++) acc[p][r] = vload(out + r * out_stride + p * LANES);
   for (int k = 0; k < count; k++) {
     vf w[P];
     UNROLL
@@ -126,13 +126,14 @@ static inline void product(const float* x, int64_t x_stride, const float* panels
     }
   }
   UNROLL
-  for (int p = 0; p < P; p++)
-    UNROLL
-    for (int r = 0; r < R; r++) vstore(out + r * out_stride + p * LANES, acc[p][r]);
+  for (int p = 0; p < P; p++) UNROLL
+  for (int r = 0; r < R; r++) vstore(out + r * out_stride + p * LANES, acc[p][r]);
 }
 
 // Panels side by side for R rows: enough chains to hide the latency of the multiply-add.
-constexpr int panels_beside(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int panels_beside(int rows) {
+  return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+}
 
 template <int R, int P>
 static inline void few_rows(const float* x, int64_t x_stride, const float* panels,
@@ -140,11 +141,11 @@ static inline void few_rows(const float* x, int64_t x_stride, const float* panel
                             int64_t out_stride) {
   int done = 0;
   for (; done + P <= n_panels; done += P)
-    product<R, P>(x, x_stride, panels + done * panel_stride, panel_stride, count, out + done * LANES,
-                  out_stride);
+    product<R, P>(x, x_stride, panels + done * panel_stride, panel_stride, count,
+                  out + done * LANES, out_stride);
   if constexpr (P > 1)
-    few_rows<R, P / 2>(x, x_stride, panels + done * panel_stride, panel_stride, n_panels - done, count,
-                       out + done * LANES, out_stride);
+    few_rows<R, P / 2>(x, x_stride, panels + done * panel_stride, panel_stride, n_panels - done,
+                       count, out + done * LANES, out_stride);
 }
 
 template <int R>
@@ -152,7 +153,8 @@ static inline void rows_at_most(int rows, const float* x, int64_t x_stride, cons
                                 int64_t panel_stride, int n_panels, int count, float* out,
                                 int64_t out_stride) {
   if (rows == R)
-    few_rows<R, panels_beside(R)>(x, x_stride, panels, panel_stride, n_panels, count, out, out_stride);
+    few_rows<R, panels_beside(R)>(x, x_stride, panels, panel_stride, n_panels, count, out,
+                                  out_stride);
   else if constexpr (R > 1)
     rows_at_most<R - 1>(rows, x, x_stride, panels, panel_stride, n_panels, count, out, out_stride);
 }
@@ -172,10 +174,16 @@ struct Span {
 static inline Span seen(const Attention& a, const PagedRow& row, int query, int64_t block) {
   const int64_t position = row.start + query / a.group(), page = block * PAGE;
   const int64_t low = a.low(position) - page, high = position + 1 - page;
-  return {(int)(low < 0 ? 0 : low > PAGE ? PAGE : low), (int)(high < 0 ? 0 : high > PAGE ? PAGE : high)};
+  return {(int)(low < 0      ? 0
+                : low > PAGE ? PAGE
+                             : low),
+          (int)(high < 0      ? 0
+                : high > PAGE ? PAGE
+                              : high)};
 }
 
-// c * tanh(x) for scores x that were divided by c. Cephes' tanhf: near 0 a polynomial, which loses nothing.
+// c * tanh(x) for scores x that were divided by c. Cephes' tanhf: near 0 a polynomial, which loses
+// nothing.
 static inline vf soft_capped(vf x, float cap) {
   const vf z = vmul(x, x), size = vmax(x, vsub(vset(0), x));
   vf p = vset(-5.70498872745e-3f);
@@ -188,13 +196,15 @@ static inline vf soft_capped(vf x, float cap) {
   return vmul(vselect_less(size, vset(0.625f), near, far), vset(cap));
 }
 
-static const float LANE[PAGE] = {
-    0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
-    22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
-    44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+static const float LANE[PAGE] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
+                                 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
+                                 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
+                                 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
 
-// scores [64] become exp(score - largest), 0 where unseen; into_largest and into_sum get their two numbers.
-static inline void weigh(float* scores, Span span, float softcap, float* into_largest, float* into_sum) {
+// scores [64] become exp(score - largest), 0 where unseen; into_largest and into_sum get their two
+// numbers.
+static inline void weigh(float* scores, Span span, float softcap, float* into_largest,
+                         float* into_sum) {
   vf s[PAGE_VECTORS];
   UNROLL
   for (int i = 0; i < PAGE_VECTORS; i++) {
@@ -220,8 +230,8 @@ static inline void weigh(float* scores, Span span, float softcap, float* into_la
   *into_sum = vsum(vadd(vadd(s[0], s[1]), vadd(s[2], s[3])));
 }
 
-// Where the queries begin .. end, all of which see something of the page, keep what they need. Their
-// partials come out at `partials`, each after the other.
+// Where the queries begin .. end, all of which see something of the page, keep what they need.
+// Their partials come out at `partials`, each after the other.
 struct PageWork {
   float *keys, *values;  // unpacked
   float* scores;         // [queries, 64]
@@ -241,8 +251,8 @@ static inline void score(const Attention& a, const PageWork& w, int t0, int t1) 
     for (int r = 0, now; r < w.queries; r += now) {
       now = rows_now(w.queries - r);
       rows_at_most<TILE_ROWS>(now, w.q + r * padded, padded, w.keys + panel * padded * LANES,
-                              padded * LANES, step, a.dim, w.scores + r * PAGE + (first + panel) * LANES,
-                              PAGE);
+                              padded * LANES, step, a.dim,
+                              w.scores + r * PAGE + (first + panel) * LANES, PAGE);
     }
   const int64_t stride = partial_floats(a);
   for (int r = 0; r < w.queries; r++) {
@@ -251,8 +261,9 @@ static inline void score(const Attention& a, const PageWork& w, int t0, int t1) 
   }
 }
 
-// Sums of p * v for `rows` neighbouring queries. Spans only move forward from one query to the next: the
-// tokens that all of them see are done together, those before and after query by query, in order.
+// Sums of p * v for `rows` neighbouring queries. Spans only move forward from one query to the
+// next: the tokens that all of them see are done together, those before and after query by query,
+// in order.
 static inline void weigh_values(const PageWork& w, int r, int rows, int panel, int n_panels,
                                 int64_t stride) {
   const float *p = w.scores + r * PAGE, *values = w.values + panel * VALUE_PANEL;
@@ -265,7 +276,8 @@ static inline void weigh_values(const PageWork& w, int r, int rows, int panel, i
       rows_at_most<1>(1, p + i * PAGE + from, PAGE, values + from * LANES, VALUE_PANEL, n_panels,
                       to - from, out + i * stride, stride);
   };
-  for (int i = 0; i < rows; i++) alone(i, spans[i].begin, begin < spans[i].end ? begin : spans[i].end);
+  for (int i = 0; i < rows; i++)
+    alone(i, spans[i].begin, begin < spans[i].end ? begin : spans[i].end);
   if (begin == end) return;
   rows_at_most<TILE_ROWS>(rows, p + begin, PAGE, values + begin * LANES, VALUE_PANEL, n_panels,
                           end - begin, out, stride);
@@ -303,7 +315,7 @@ static inline void add_partials(int64_t padded, float* states, const float* part
   for (int first = 0; first < count; first += LANES) {
     const int now = count - first < LANES ? count - first : LANES;
     float old[LANES] = {0}, fresh[LANES] = {0};
-    float *state = states + first * stride;
+    float* state = states + first * stride;
     const float* partial = partials + first * stride;
     for (int i = 0; i < now; i++) {
       const float m = state[i * stride + padded], page_m = partial[i * stride + padded];
@@ -372,7 +384,8 @@ static inline void attend_pages(const Attention& a, const AttentionPart& part, f
       if (first > i) first = i;
       last = i + 1;
     }
-    float* page_partials = partials ? partials + (block - part.block_begin) * queries * stride : own;
+    float* page_partials =
+        partials ? partials + (block - part.block_begin) * queries * stride : own;
     if (first < last) {
       w.queries = last - first;
       w.q = q + first * padded;
@@ -398,8 +411,8 @@ static void attend(const Attention& a, const AttentionPart& part, float* partial
   }
 }
 
-static void merge(const Attention& a, const AttentionPart& part, const float* partials, float* states,
-                  bool first, bool last, int64_t begin, int64_t end) {
+static void merge(const Attention& a, const AttentionPart& part, const float* partials,
+                  float* states, bool first, bool last, int64_t begin, int64_t end) {
   const PagedRow& row = a.rows[part.row];
   const int64_t padded = a.padded(), stride = partial_floats(a);
   for (int i = (int)begin; i < (int)end; i++) {

@@ -36,8 +36,9 @@ ALWAYS_INLINE vf load_numbers(const uint8_t* p, Number kind) {
   }
 }
 
-// Calls use(t, pair) for the four pairs (2 t, 2 t + 1) of weights 8 j .. 8 j + 7 of a block: 16 lanes of
-// two int16. A call per pair and no array of them, so that they never leave their registers.
+// Calls use(t, pair) for the four pairs (2 t, 2 t + 1) of weights 8 j .. 8 j + 7 of a block: 16
+// lanes of two int16. A call per pair and no array of them, so that they never leave their
+// registers.
 template <Codec C, class F>
 ALWAYS_INLINE void unpack_pairs(const uint8_t* block, int j, F&& use) {
   constexpr int bits = bits_of(C);
@@ -91,7 +92,8 @@ static void unpack_floats(const Panels& w, const uint8_t* panel, int64_t k_begin
     vstore(out, load_weights<C>(panel + k / w.group * w.group_bytes(), k % w.group));
 }
 
-// Groups begin .. end of a panel: pairs [weights / 2, 16], scales and biases [groups, 16] in float32.
+// Groups begin .. end of a panel: pairs [weights / 2, 16], scales and biases [groups, 16] in
+// float32.
 template <Codec C>
 static void unpack_groups(const Panels& w, const uint8_t* panel, int64_t begin, int64_t end,
                           int32_t* pairs, float* scales, float* biases) {

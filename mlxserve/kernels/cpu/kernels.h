@@ -10,20 +10,20 @@ namespace mlxserve {
 
 // Rows of x as whole numbers, a scale per row and group: x = q * scale.
 struct WholeRows {
-  int16_t* q;      // [M, K]
-  float* scales;   // [M, groups]
-  int32_t* sums;   // [M, groups], of q
-  float* totals;   // [M, groups]: sum times scale
+  int16_t* q;     // [M, K]
+  float* scales;  // [M, groups]
+  int32_t* sums;  // [M, groups], of q
+  float* totals;  // [M, groups]: sum times scale
 };
 
 // out[m, n] = sum over k of x[m, k] * w[n, k], + bias[n], + add[m, n].
 struct Matmul {
-  const float* x;      // [M, K]
-  WholeRows whole;     // x again, in the weight's groups, where the weight is made of whole numbers
-  Panels w;            // [N, K]
-  const float* bias;   // [N] or null
-  const float* add;    // [M, N] or null
-  float* out;          // [M, N]
+  const float* x;     // [M, K]
+  WholeRows whole;    // x again, in the weight's groups, where the weight is made of whole numbers
+  Panels w;           // [N, K]
+  const float* bias;  // [N] or null
+  const float* add;   // [M, N] or null
+  float* out;         // [M, N]
   int64_t m;
 };
 
@@ -58,12 +58,12 @@ struct Gated {
 // Pair (i, i + dim / 2) turned by position / periods[i] and scaled by gain.
 constexpr int MAX_ROPE_DIM = 1024;
 struct Rope {
-  const float* q;              // [T, q_heads, dim]
-  const float* k;              // [T, k_heads, dim]
-  const int32_t* positions;    // [T]
-  const float* periods;        // [dim / 2]
-  const float* q_norm;         // [dim] or null: weight of an RMS norm of each head, before
-  const float* k_norm;         // [dim] or null
+  const float* q;            // [T, q_heads, dim]
+  const float* k;            // [T, k_heads, dim]
+  const int32_t* positions;  // [T]
+  const float* periods;      // [dim / 2]
+  const float* q_norm;       // [dim] or null: weight of an RMS norm of each head, before
+  const float* k_norm;       // [dim] or null
   float* q_out;
   float* k_out;
   int64_t q_heads, k_heads, dim;
@@ -93,11 +93,11 @@ struct Greedy {
 
 // w in groups along its rows, each with a scale and a bias: w = q * scale + bias.
 struct Quantize {
-  const void* w;   // whole groups, of `number`
-  Number number;   // f32, f16 or bf16
-  uint8_t* out;    // bits of q end to end, low bits first
-  void* scales;    // [groups], of `number`
-  void* biases;    // [groups], of `number`
+  const void* w;  // whole groups, of `number`
+  Number number;  // f32, f16 or bf16
+  uint8_t* out;   // bits of q end to end, low bits first
+  void* scales;   // [groups], of `number`
+  void* biases;   // [groups], of `number`
   int bits, group;
 };
 
@@ -121,8 +121,8 @@ struct Kernels {
   void (*greedy)(const Greedy&, int64_t begin, int64_t end);
   // Groups begin .. end.
   void (*quantize)(const Quantize&, int64_t begin, int64_t end);
-  // One part, in scratch_floats floats of scratch. partials: null to write its queries' results, else
-  // [pages of the part, queries, partial_floats], to be merged.
+  // One part, in scratch_floats floats of scratch. partials: null to write its queries' results,
+  // else [pages of the part, queries, partial_floats], to be merged.
   void (*attend)(const Attention&, const AttentionPart&, float* partials, float* scratch);
   // Pages of partials into the states [queries, partial_floats] of queries begin .. end of a part;
   // first: begin them; last: write the results.

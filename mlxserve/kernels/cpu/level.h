@@ -11,9 +11,9 @@
 
 namespace KERNELS {
 
-static constexpr mlxserve::Kernels table(const char* name) { 
-  return {name, matmul, to_whole, rms_norm, layer_norm, gated, rope, select, greedy, quantize,
-          attend, merge, to_cache};
+static constexpr mlxserve::Kernels table(const char* name) {
+  return {name,   matmul, to_whole, rms_norm, layer_norm, gated,   rope,
+          select, greedy, quantize, attend,   merge,      to_cache};
 }
 
 }  // namespace KERNELS

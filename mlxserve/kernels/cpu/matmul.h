@@ -1,11 +1,11 @@
 // out = x @ w.T over panels of 16 outputs. A row gives the same bits alone and in a batch:
 //
 //   float weights   one chain of multiply-adds over ascending k
-//   whole numbers   x is rounded to 16 bits per group, the products of a group are summed exactly in
-//                   int32 (2 * 64 * 255 * 32767 at the most), and the groups in ascending order
+//   whole numbers   x is rounded to 16 bits per group, the products of a group are summed exactly
+//                   in int32 (2 * 64 * 255 * 32767 at the most), and the groups in ascending order
 //
-// Twice as many products fit into an instruction as in float32, and a weight needs a shift and a mask,
-// not a conversion and its scale. The rounding is 2^-16 of the largest x of the group.
+// Twice as many products fit into an instruction as in float32, and a weight needs a shift and a
+// mask, not a conversion and its scale. The rounding is 2^-16 of the largest x of the group.
 #pragma once
 
 #include "codecs.h"
@@ -16,7 +16,8 @@ namespace KERNELS {
 using mlxserve::Matmul;
 using mlxserve::WholeRows;
 
-constexpr int K_BLOCK = 256;    // unpacked weights of one panel: 16 KB of float32, half the first cache
+constexpr int K_BLOCK =
+    256;  // unpacked weights of one panel: 16 KB of float32, half the first cache
 constexpr int ROW_BLOCK = 128;  // rows of x that share an unpacked block
 constexpr int AHEAD = 1024;     // bytes to prefetch ahead of a stream of weights
 
@@ -175,8 +176,8 @@ static inline void whole_rows(int rows, const Matmul& a, int64_t row, const Unpa
   else if constexpr (R > 1) whole_rows<R - 1>(rows, a, row, u, fetch, sums);
 }
 
-// One row, weights unpacked into registers. One panel at a time: a single stream from front to back of
-// the weight, which memory serves fastest.
+// One row, weights unpacked into registers. One panel at a time: a single stream from front to back
+// of the weight, which memory serves fastest.
 template <Codec C>
 static void whole_row(const Matmul& a, int64_t row, int64_t panel) {
   constexpr int block_bytes = BLOCK * PANEL * bits_of(C) / 8, step_bytes = block_bytes / 4;
@@ -233,7 +234,8 @@ static void to_whole(const float* x, int64_t k, int group, const WholeRows& out,
   const int64_t groups = k / group;
   for (int64_t i = begin * groups; i < end * groups; i++) {
     const float* values = x + i * group;
-    // As integers, so that infinity and NaN count as the largest and spoil the result as they should.
+    // As integers, so that infinity and NaN count as the largest and spoil the result as they
+    // should.
     vi largest = iset(0);
     for (int j = 0; j < group; j += PANEL)
       largest = imax(largest, iand(ibits(vload(values + j)), iset(0x7fffffff)));

@@ -4,7 +4,8 @@
 #include <stdint.h>
 #include <string.h>
 
-// Never a symbol of its own: the linker keeps one copy, which might be the one with AVX instructions.
+// Never a symbol of its own: the linker keeps one copy, which might be the one with AVX
+// instructions.
 #define ALWAYS_INLINE __attribute__((always_inline)) inline
 
 namespace mlxserve {
@@ -37,7 +38,9 @@ ALWAYS_INLINE uint16_t f16_bits(float x) {
   return (uint16_t)(sign | ((rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13));
 }
 
-ALWAYS_INLINE float bf16_value(uint16_t h) { return float_of((uint32_t)h << 16); }
+ALWAYS_INLINE float bf16_value(uint16_t h) {
+  return float_of((uint32_t)h << 16);
+}
 
 // Rounds half to even; NaN stays NaN.
 ALWAYS_INLINE uint16_t bf16_bits(float x) {

@@ -33,8 +33,8 @@ struct Strided {
   }
 };
 
-// Each output carries a copy of the inputs. MLX lets go of them after this evaluation; an input that is
-// to become an output in place must have no other holder before.
+// Each output carries a copy of the inputs. MLX lets go of them after this evaluation; an input
+// that is to become an output in place must have no other holder before.
 void drop_other_copies(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   const auto evaluated = [&inputs](const mx::array& a) { return &a.inputs() == &inputs; };
   if (std::none_of(outputs.begin(), outputs.end(), evaluated)) return;
@@ -139,7 +139,8 @@ void require_dtype(const char* op, const char* argument, const mx::array& a, mx:
     refuse(op, std::string(argument) + " is " + text(a.dtype()) + ", expected " + text(dtype));
 }
 
-void require_shape(const char* op, const char* argument, const mx::array& a, const mx::Shape& shape) {
+void require_shape(const char* op, const char* argument, const mx::array& a,
+                   const mx::Shape& shape) {
   if (a.shape() != shape)
     refuse(op, std::string(argument) + " is " + text(a.shape()) + ", expected " + text(shape));
 }

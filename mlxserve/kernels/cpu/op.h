@@ -21,8 +21,8 @@ using Work = std::function<void(const Inputs&, const Outputs&)>;
 struct OutputSpec {
   mx::Shape shape;
   mx::Dtype dtype;
-  // The input whose contents this output starts with, in the same memory if nobody else holds it; -1
-  // for memory of its own, uninitialised.
+  // The input whose contents this output starts with, in the same memory if nobody else holds it;
+  // -1 for memory of its own, uninitialised.
   int starts_as = -1;
 };
 
@@ -52,7 +52,8 @@ std::vector<mx::array> lazy(const char* name, std::vector<mx::array> inputs,
 std::string text(const mx::Shape& shape);
 std::string text(const mx::Dtype& dtype);
 void require_dtype(const char* op, const char* argument, const mx::array& a, mx::Dtype dtype);
-void require_shape(const char* op, const char* argument, const mx::array& a, const mx::Shape& shape);
+void require_shape(const char* op, const char* argument, const mx::array& a,
+                   const mx::Shape& shape);
 void require_ndim(const char* op, const char* argument, const mx::array& a, int ndim);
 
 }  // namespace mlxserve

@@ -60,8 +60,8 @@ struct PagedRows {
 
   static PagedRows checked(const Table& table, const Ids& pages) {
     if (table.shape(1) != COLUMNS)
-      refuse("PagedRows", "the table has " + std::to_string(table.shape(1)) + " columns, expected " +
-                              std::to_string(COLUMNS));
+      refuse("PagedRows", "the table has " + std::to_string(table.shape(1)) +
+                              " columns, expected " + std::to_string(COLUMNS));
     const auto* rows = reinterpret_cast<const PagedRow*>(table.data());
     return {{rows, rows + table.shape(0)}, {rows, table.shape(0), pages.data(), pages.size()}};
   }
@@ -81,8 +81,8 @@ Number number_of(const char* op, const char* argument, const mx::array& a) {
 }
 
 // K and V arrays of one layer: of one type, with the same heads.
-void check_cache(const char* op, const mx::array& hot_k, const mx::array& hot_v, const mx::array& pool_k,
-                 const mx::array& pool_v) {
+void check_cache(const char* op, const mx::array& hot_k, const mx::array& hot_v,
+                 const mx::array& pool_k, const mx::array& pool_v) {
   require_ndim(op, "hot_k", hot_k, 3);
   require_ndim(op, "pool_k", pool_k, 4);
   number_of(op, "hot_k", hot_k);
@@ -112,7 +112,8 @@ void check_rows(const RowsNeed& need, const PagedRow* rows, size_t count, const 
 }
 
 // The rows are an input like any other, so that a compiled graph can be given new ones. They were
-// checked when they were made; should they not fit these arrays after all, the result is not a number.
+// checked when they were made; should they not fit these arrays after all, the result is not a
+// number.
 void attend(const Attention& a, size_t count, size_t pages, const CacheSize& size) {
   try {
     check_rows(RowsNeed(a.rows, count, a.pages, pages), a.rows, count, a, size);
@@ -124,10 +125,10 @@ void attend(const Attention& a, size_t count, size_t pages, const CacheSize& siz
 }
 
 mx::array attention(const mx::array& q, const mx::array& hot_k, const mx::array& hot_v,
-                    const mx::array& pool_k, const mx::array& pool_v,
-                    const PagedRows& rows, const mx::array& table, const mx::array& pages,
-                    float scale, std::optional<int64_t> window,
-                    const std::optional<mx::array>& sinks, std::optional<float> softcap) {
+                    const mx::array& pool_k, const mx::array& pool_v, const PagedRows& rows,
+                    const mx::array& table, const mx::array& pages, float scale,
+                    std::optional<int64_t> window, const std::optional<mx::array>& sinks,
+                    std::optional<float> softcap) {
   const char* op = "paged_attention";
   require_ndim(op, "q", q, 3);
   require_dtype(op, "q", q, mx::float32);
@@ -136,14 +137,17 @@ mx::array attention(const mx::array& q, const mx::array& hot_k, const mx::array&
   a.cache = number_of(op, "hot_k", hot_k);
   a.q_heads = q.shape(1), a.kv_heads = hot_k.shape(1), a.dim = q.shape(2);
   if (a.q_heads % a.kv_heads)
-    refuse(op, std::to_string(a.q_heads) + " query heads can't share " + std::to_string(a.kv_heads) +
-                   " key heads evenly");
+    refuse(op, std::to_string(a.q_heads) + " query heads can't share " +
+                   std::to_string(a.kv_heads) + " key heads evenly");
   if (int64_t{q.shape(0)} * a.group() > std::numeric_limits<int32_t>::max() - PART_QUERIES)
     refuse(op, "q is " + text(q.shape()) + ", too many queries");
   if (a.dim != hot_k.shape(2))
-    refuse(op, "q has D=" + std::to_string(a.dim) + ", the cache has D=" + std::to_string(hot_k.shape(2)));
-  if (window && *window < 1) refuse(op, "window is " + std::to_string(*window) + ", expected 1 or more");
-  if (softcap && !(*softcap > 0)) refuse(op, "softcap is " + std::to_string(*softcap) + ", expected more than 0");
+    refuse(op, "q has D=" + std::to_string(a.dim) +
+                   ", the cache has D=" + std::to_string(hot_k.shape(2)));
+  if (window && *window < 1)
+    refuse(op, "window is " + std::to_string(*window) + ", expected 1 or more");
+  if (softcap && !(*softcap > 0))
+    refuse(op, "softcap is " + std::to_string(*softcap) + ", expected more than 0");
   a.scale = scale, a.softcap = softcap.value_or(0), a.window = window.value_or(0);
   const CacheSize size{q.shape(0), hot_k.shape(0) / PAGE, pool_k.shape(0)};
   check_rows(rows.need, rows.rows.data(), rows.rows.size(), a, size);
@@ -157,16 +161,17 @@ mx::array attention(const mx::array& q, const mx::array& hot_k, const mx::array&
     inputs.push_back(*sinks);
   }
   const size_t count = rows.rows.size(), ids = pages.size();
-  return lazy(op, inputs, {{q.shape(), mx::float32}}, [a, count, ids, size](const Inputs& in, const Outputs& out) {
-    Attention now = a;
-    now.q = static_cast<const float*>(in[0]);
-    now.out = static_cast<float*>(out[0]);
-    now.hot_k = in[1], now.hot_v = in[2], now.pool_k = in[3], now.pool_v = in[4];
-    now.rows = static_cast<const PagedRow*>(in[5]);
-    now.pages = static_cast<const int32_t*>(in[6]);
-    now.sinks = in.size() > 7 ? static_cast<const float*>(in[7]) : nullptr;
-    attend(now, count, ids, size);
-  })[0];
+  return lazy(op, inputs, {{q.shape(), mx::float32}},
+              [a, count, ids, size](const Inputs& in, const Outputs& out) {
+                Attention now = a;
+                now.q = static_cast<const float*>(in[0]);
+                now.out = static_cast<float*>(out[0]);
+                now.hot_k = in[1], now.hot_v = in[2], now.pool_k = in[3], now.pool_v = in[4];
+                now.rows = static_cast<const PagedRow*>(in[5]);
+                now.pages = static_cast<const int32_t*>(in[6]);
+                now.sinks = in.size() > 7 ? static_cast<const float*>(in[7]) : nullptr;
+                attend(now, count, ids, size);
+              })[0];
 }
 
 // One layer's keys or values while new tokens are added.
@@ -189,24 +194,26 @@ struct Store {
         std::memcpy(at, page + t * token_bytes() + head * size, size);
   }
 
-  // A token outside of the array is not written: its index is somebody's mistake, not somebody's memory.
+  // A token outside of the array is not written: its index is somebody's mistake, not somebody's
+  // memory.
   void append(int64_t token, int32_t index, const void* x, bool narrow) const {
     if (index < 0 || index >= hot_tokens) return;
     char* to = hot + index * token_bytes();
     const int64_t count = heads * dim;
     if (narrow)
-      kernels().to_cache(static_cast<const float*>(x) + token * count, reinterpret_cast<uint16_t*>(to), type, count);
-    else
-      std::memcpy(to, static_cast<const char*>(x) + token * token_bytes(), token_bytes());
+      kernels().to_cache(static_cast<const float*>(x) + token * count,
+                         reinterpret_cast<uint16_t*>(to), type, count);
+    else std::memcpy(to, static_cast<const char*>(x) + token * token_bytes(), token_bytes());
   }
 };
 
-// Seals pages (moves [n, 2] int32: hot page, pool page), then puts tokens k, v [T, Hk, D] at flat hot
-// positions index [T] int32. Returns the four arrays. One op for all of it: nothing else holds a
-// buffer of them in between, so they are written where they are.
-std::vector<mx::array> append(const mx::array& hot_k, const mx::array& hot_v, const mx::array& pool_k,
-                              const mx::array& pool_v, const mx::array& index, const mx::array& k,
-                              const mx::array& v, const std::optional<mx::array>& moves) {
+// Seals pages (moves [n, 2] int32: hot page, pool page), then puts tokens k, v [T, Hk, D] at flat
+// hot positions index [T] int32. Returns the four arrays. One op for all of it: nothing else holds
+// a buffer of them in between, so they are written where they are.
+std::vector<mx::array> append(const mx::array& hot_k, const mx::array& hot_v,
+                              const mx::array& pool_k, const mx::array& pool_v,
+                              const mx::array& index, const mx::array& k, const mx::array& v,
+                              const std::optional<mx::array>& moves) {
   const char* op = "append";
   check_cache(op, hot_k, hot_v, pool_k, pool_v);
   require_ndim(op, "index", index, 1);
@@ -217,7 +224,8 @@ std::vector<mx::array> append(const mx::array& hot_k, const mx::array& hot_v, co
   const bool narrow = k.dtype() != hot_k.dtype();
   if (narrow) require_dtype(op, "k", k, mx::float32);
   std::vector<mx::array> inputs = {hot_k, hot_v, index, k, v};
-  std::vector<OutputSpec> outputs = {{hot_k.shape(), hot_k.dtype(), 0}, {hot_v.shape(), hot_v.dtype(), 1}};
+  std::vector<OutputSpec> outputs = {{hot_k.shape(), hot_k.dtype(), 0},
+                                     {hot_v.shape(), hot_v.dtype(), 1}};
   int n_moves = 0;
   if (moves) {
     require_dtype(op, "moves", *moves, mx::int32);
@@ -228,27 +236,35 @@ std::vector<mx::array> append(const mx::array& hot_k, const mx::array& hot_v, co
     outputs.push_back({pool_k.shape(), pool_k.dtype(), 5});
     outputs.push_back({pool_v.shape(), pool_v.dtype(), 6});
   }
-  const Store store{nullptr, nullptr, hot_k.shape(0), pool_k.shape(0), hot_k.shape(1), hot_k.shape(2),
-                    static_cast<int64_t>(hot_k.itemsize()), number_of(op, "hot_k", hot_k)};
-  auto made = lazy(op, inputs, outputs, [store, narrow, n_moves, tokens = index.shape(0)](const Inputs& in, const Outputs& out) {
-    Store stores[2] = {store, store};
-    for (int i = 0; i < 2; i++) {
-      stores[i].hot = static_cast<char*>(out[i]);
-      stores[i].pool = n_moves ? static_cast<char*>(out[2 + i]) : nullptr;
-    }
-    // A page that is sealed may be written anew in this very step: all seals come first.
-    parallel_for(2 * n_moves, 2, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) {
-        const auto* move = static_cast<const int32_t*>(in[7]) + i / 2 * 2;
-        stores[i % 2].seal(move[0], move[1]);
-      }
-    });
-    parallel_for(tokens, 64, [&](int64_t begin, int64_t end) {
-      const auto* at = static_cast<const int32_t*>(in[2]);
-      for (int64_t t = begin; t < end; t++)
-        for (int i = 0; i < 2; i++) stores[i].append(t, at[t], in[3 + i], narrow);
-    });
-  });
+  const Store store{nullptr,
+                    nullptr,
+                    hot_k.shape(0),
+                    pool_k.shape(0),
+                    hot_k.shape(1),
+                    hot_k.shape(2),
+                    static_cast<int64_t>(hot_k.itemsize()),
+                    number_of(op, "hot_k", hot_k)};
+  auto made =
+      lazy(op, inputs, outputs,
+           [store, narrow, n_moves, tokens = index.shape(0)](const Inputs& in, const Outputs& out) {
+             Store stores[2] = {store, store};
+             for (int i = 0; i < 2; i++) {
+               stores[i].hot = static_cast<char*>(out[i]);
+               stores[i].pool = n_moves ? static_cast<char*>(out[2 + i]) : nullptr;
+             }
+             // A page that is sealed may be written anew in this very step: all seals come first.
+             parallel_for(2 * n_moves, 2, [&](int64_t begin, int64_t end) {
+               for (int64_t i = begin; i < end; i++) {
+                 const auto* move = static_cast<const int32_t*>(in[7]) + i / 2 * 2;
+                 stores[i % 2].seal(move[0], move[1]);
+               }
+             });
+             parallel_for(tokens, 64, [&](int64_t begin, int64_t end) {
+               const auto* at = static_cast<const int32_t*>(in[2]);
+               for (int64_t t = begin; t < end; t++)
+                 for (int i = 0; i < 2; i++) stores[i].append(t, at[t], in[3 + i], narrow);
+             });
+           });
   if (!moves) made.insert(made.end(), {pool_k, pool_v});
   return made;
 }
@@ -256,14 +272,16 @@ std::vector<mx::array> append(const mx::array& hot_k, const mx::array& hot_v, co
 }  // namespace
 
 void bind_attention(nb::module_& m) {
-  nb::class_<PagedRows>(m, "PagedRows").def(
-      "__init__",
-      [](PagedRows* self, const Table& table, const Ids& pages) {
-        new (self) PagedRows(PagedRows::checked(table, pages));
-      },
-      "table"_a, "pages"_a);
-  m.def("paged_attention", &attention, "q"_a, "hot_k"_a, "hot_v"_a, "pool_k"_a, "pool_v"_a, "rows"_a,
-        "table"_a, "page_ids"_a, "scale"_a, "window"_a.none(), "sinks"_a.none(), "softcap"_a.none());
+  nb::class_<PagedRows>(m, "PagedRows")
+      .def(
+          "__init__",
+          [](PagedRows* self, const Table& table, const Ids& pages) {
+            new (self) PagedRows(PagedRows::checked(table, pages));
+          },
+          "table"_a, "pages"_a);
+  m.def("paged_attention", &attention, "q"_a, "hot_k"_a, "hot_v"_a, "pool_k"_a, "pool_v"_a,
+        "rows"_a, "table"_a, "page_ids"_a, "scale"_a, "window"_a.none(), "sinks"_a.none(),
+        "softcap"_a.none());
   m.def("append", &append, "hot_k"_a, "hot_v"_a, "pool_k"_a, "pool_v"_a, "index"_a, "k"_a, "v"_a,
         "moves"_a.none());
 }

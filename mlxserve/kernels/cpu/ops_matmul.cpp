@@ -17,9 +17,9 @@ constexpr int64_t SMALL = 1 << 15;
 constexpr int64_t ROWS_TOGETHER = 128;
 
 const std::map<std::string, Codec> CODECS = {
-    {"f32", Codec::f32},     {"f16", Codec::f16},     {"bf16", Codec::bf16},   {"q2", Codec::q2},
-    {"q3", Codec::q3},       {"q4", Codec::q4},       {"q5", Codec::q5},       {"q6", Codec::q6},
-    {"q8", Codec::q8},       {"mxfp4", Codec::mxfp4}, {"nvfp4", Codec::nvfp4}, {"mxfp8", Codec::mxfp8}};
+    {"f32", Codec::f32}, {"f16", Codec::f16},     {"bf16", Codec::bf16},   {"q2", Codec::q2},
+    {"q3", Codec::q3},   {"q4", Codec::q4},       {"q5", Codec::q5},       {"q6", Codec::q6},
+    {"q8", Codec::q8},   {"mxfp4", Codec::mxfp4}, {"nvfp4", Codec::nvfp4}, {"mxfp8", Codec::mxfp8}};
 
 Codec codec_of(const char* op, const std::string& name) {
   const auto found = CODECS.find(name);
@@ -45,7 +45,8 @@ Number number_of(const char* op, Codec codec, const mx::array& scales) {
 // Groups of 16 for nvfp4; of 32, 64 or 128 for the others: the kernels' blocks and int32 sums.
 void check_group(const char* op, const Panels& p) {
   const int g = p.group;
-  const bool fits = p.codec == Codec::nvfp4 ? g == 16 : g == 32 || (is_affine(p.codec) && (g == 64 || g == 128));
+  const bool fits =
+      p.codec == Codec::nvfp4 ? g == 16 : g == 32 || (is_affine(p.codec) && (g == 64 || g == 128));
   if (!fits) refuse(op, "groups of " + std::to_string(g) + " aren't supported for this format");
   if (p.k % g)
     refuse(op, "K=" + std::to_string(p.k) + " isn't a multiple of the group " + std::to_string(g));
@@ -62,7 +63,8 @@ PanelWeight pack(const mx::array& weight, const std::optional<mx::array>& scales
                  const std::optional<mx::array>& biases, const std::string& codec, int group) {
   const char* op = "pack";
   require_ndim(op, "weight", weight, 2);
-  Panels p{nullptr, weight.shape(0), weight.shape(1), codec_of(op, codec), group, Number::f32, false};
+  Panels p{nullptr, weight.shape(0), weight.shape(1), codec_of(op, codec), group, Number::f32,
+           false};
   if (!p.n || !p.k) refuse(op, "weight is empty: " + text(weight.shape()));
   std::vector<mx::array> inputs = {weight};
   if (is_dense(p.codec)) {
@@ -89,7 +91,9 @@ PanelWeight pack(const mx::array& weight, const std::optional<mx::array>& scales
     refuse(op, "K=" + std::to_string(p.k) + " is too large");
   const mx::Shape shape{static_cast<int>(p.panels()), static_cast<int>(p.panel_bytes())};
   auto data = lazy(op, inputs, {{shape, mx::uint8}}, [p](const Inputs& in, const Outputs& out) {
-    const auto at = [&](size_t i) { return i < in.size() ? static_cast<const uint8_t*>(in[i]) : nullptr; };
+    const auto at = [&](size_t i) {
+      return i < in.size() ? static_cast<const uint8_t*>(in[i]) : nullptr;
+    };
     const RowMajor from{at(0), at(1), at(2)};
     parallel_for(p.panels(), 4, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; i++)
@@ -99,8 +103,8 @@ PanelWeight pack(const mx::array& weight, const std::optional<mx::array>& scales
   return {data, p};
 }
 
-// x in whole numbers, for each size of group that the weights have. The memory is the stream thread's
-// own and kept: as large as the largest step needs.
+// x in whole numbers, for each size of group that the weights have. The memory is the stream
+// thread's own and kept: as large as the largest step needs.
 class WholeX {
  public:
   void prepare(std::vector<Matmul>& jobs) {
@@ -160,7 +164,8 @@ void run(std::vector<Matmul>& jobs) {
   const int64_t grain = work < SMALL ? panels : rows == 1 ? std::max<int64_t>(share, 4) : 1;
   parallel_for((panels + grain - 1) / grain * blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; item++) {
-      const int64_t row = item % blocks * ROWS_TOGETHER, row_end = std::min(rows, row + ROWS_TOGETHER);
+      const int64_t row = item % blocks * ROWS_TOGETHER,
+                    row_end = std::min(rows, row + ROWS_TOGETHER);
       int64_t first = item / blocks * grain, last = std::min(panels, first + grain);
       for (const auto& job : jobs) {
         const int64_t count = job.w.panels(), stop = std::min(last, count);
@@ -191,7 +196,8 @@ std::vector<mx::array> matmul(const mx::array& x, const std::vector<const PanelW
     if (!w) refuse(op, "a weight is None");
     const Panels& p = w->panels;
     if (p.k != x.shape(1))
-      refuse(op, "x has K=" + std::to_string(x.shape(1)) + ", the weight has K=" + std::to_string(p.k));
+      refuse(op,
+             "x has K=" + std::to_string(x.shape(1)) + ", the weight has K=" + std::to_string(p.k));
     jobs.push_back({nullptr, {}, p, nullptr, nullptr, nullptr, rows});
     inputs.push_back(w->data);
     outputs.push_back({{rows, static_cast<int>(p.n)}, mx::float32});
@@ -224,7 +230,8 @@ std::vector<mx::array> matmul(const mx::array& x, const std::vector<const PanelW
   });
 }
 
-// Rows ids [T] int32 of a weight, times scale, as float32 [T, K]; an id outside it gives a row of NaN.
+// Rows ids [T] int32 of a weight, times scale, as float32 [T, K]; an id outside it gives a row of
+// NaN.
 mx::array rows(const PanelWeight& weight, const mx::array& ids, float scale) {
   const char* op = "rows";
   require_ndim(op, "ids", ids, 1);
@@ -232,20 +239,21 @@ mx::array rows(const PanelWeight& weight, const mx::array& ids, float scale) {
   const Panels p = weight.panels;
   const int count = ids.shape(0);
   const mx::Shape shape{count, static_cast<int>(p.k)};
-  return lazy(op, {weight.data, ids}, {{shape, mx::float32}}, [p, count, scale](const Inputs& in, const Outputs& out) {
-    Panels w = p;
-    w.data = static_cast<const uint8_t*>(in[0]);
-    const auto* id = static_cast<const int32_t*>(in[1]);
-    auto* values = static_cast<float*>(out[0]);
-    parallel_for(count, 4, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++) {
-        if (id[i] >= 0 && id[i] < w.n) unpack_row(w, id[i], values + i * w.k);
-        else std::fill_n(values + i * w.k, w.k, __builtin_nanf(""));
-        if (scale != 1)
-          for (int64_t k = i * w.k; k < (i + 1) * w.k; k++) values[k] *= scale;
-      }
-    });
-  })[0];
+  return lazy(op, {weight.data, ids}, {{shape, mx::float32}},
+              [p, count, scale](const Inputs& in, const Outputs& out) {
+                Panels w = p;
+                w.data = static_cast<const uint8_t*>(in[0]);
+                const auto* id = static_cast<const int32_t*>(in[1]);
+                auto* values = static_cast<float*>(out[0]);
+                parallel_for(count, 4, [&](int64_t begin, int64_t end) {
+                  for (int64_t i = begin; i < end; i++) {
+                    if (id[i] >= 0 && id[i] < w.n) unpack_row(w, id[i], values + i * w.k);
+                    else std::fill_n(values + i * w.k, w.k, __builtin_nanf(""));
+                    if (scale != 1)
+                      for (int64_t k = i * w.k; k < (i + 1) * w.k; k++) values[k] *= scale;
+                  }
+                });
+              })[0];
 }
 
 }  // namespace

@@ -24,8 +24,8 @@ std::vector<mx::array> quantize(const mx::array& w, int bits, int group) {
     refuse(op, "groups of " + std::to_string(group) + " aren't supported; 32, 64 and 128 are");
   const int n = w.shape(0), k = w.shape(1);
   if (k % group)
-    refuse(op, "K=" + std::to_string(k) + " isn't a multiple of the group " +
-                   std::to_string(group));
+    refuse(op,
+           "K=" + std::to_string(k) + " isn't a multiple of the group " + std::to_string(group));
   const auto work = [=](const Inputs& in, const Outputs& out) {
     const Quantize a{in[0], number, static_cast<uint8_t*>(out[0]), out[1], out[2], bits, group};
     const int64_t groups = static_cast<int64_t>(n) * (k / group);

@@ -21,8 +21,12 @@ void over_rows(int64_t rows, int64_t width, const F& work) {
   parallel_for(rows, std::max<int64_t>(SHARE / width, 1), work);
 }
 
-const float* floats(const void* p) { return static_cast<const float*>(p); }
-float* floats(void* p) { return static_cast<float*>(p); }
+const float* floats(const void* p) {
+  return static_cast<const float*>(p);
+}
+float* floats(void* p) {
+  return static_cast<float*>(p);
+}
 
 void require_floats(const char* op, const char* argument, const Array& a, const mx::Shape& shape) {
   require_dtype(op, argument, a, mx::float32);
@@ -36,7 +40,9 @@ int last_axis(const char* op, const Array& x) {
   return x.shape(-1);
 }
 
-int64_t rows_of(const Array& x, int d) { return d ? static_cast<int64_t>(x.size()) / d : 0; }
+int64_t rows_of(const Array& x, int d) {
+  return d ? static_cast<int64_t>(x.size()) / d : 0;
+}
 
 Array rms_norm(const Array& x, const Array& weight, float eps, const MaybeArray& add) {
   const char* op = "rms_norm";

@@ -43,7 +43,7 @@ std::vector<Filter> filters_of(const char* op, const mx::array& logits,
 // Rows of logits [B, V] through their filters: the tokens drawn, or the logits that are left.
 template <class T>
 mx::array select(const char* op, const mx::array& logits, const std::vector<Row>& rows,
-                 T* Select::*result, const OutputSpec& output) {
+                 T* Select::* result, const OutputSpec& output) {
   const auto work = [filters = filters_of(op, logits, rows), vocab = logits.shape(1), result](
                         const Inputs& in, const Outputs& out) {
     Select a{static_cast<const float*>(in[0]), filters.data(), nullptr, nullptr, vocab};

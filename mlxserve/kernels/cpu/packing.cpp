@@ -130,7 +130,8 @@ void unpack_row(const Panels& p, int64_t n, float* out) {
   const int count = std::min(p.group, BLOCK), block_bytes = count * bits / 8 * PANEL;
   for (int64_t g = 0; g < p.k / p.group; g++, panel += p.group_bytes()) {
     const int size = bytes_of(p.scales);
-    const float scale = number_at(panel + lane * size, p.scales) * (is_whole(p.codec) ? p.step() : 1);
+    const float scale =
+        number_at(panel + lane * size, p.scales) * (is_whole(p.codec) ? p.step() : 1);
     const float bias = p.biases ? number_at(panel + (PANEL + lane) * size, p.scales) : 0;
     for (int i = 0; i < p.group; i++) {
       const uint8_t* block = panel + p.header_bytes() + i / count * block_bytes;

@@ -5,8 +5,8 @@
 
 namespace mlxserve {
 
-// A weight as checkpoints have it: dense [N, K], or as MLX packs it: q uint32 [N, K * bits / 32], low
-// bits first; scales and biases (null where they aren't stored) [N, K / group].
+// A weight as checkpoints have it: dense [N, K], or as MLX packs it: q uint32 [N, K * bits / 32],
+// low bits first; scales and biases (null where they aren't stored) [N, K / group].
 struct RowMajor {
   const uint8_t* weight;
   const uint8_t* scales;

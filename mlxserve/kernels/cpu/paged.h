@@ -11,7 +11,7 @@ constexpr int PAGE = 64;  // tokens; page i of a sequence holds positions 64 i .
 
 // One row of a step: n queries at positions start .. start + n.
 struct PagedRow {
-  int32_t first;      // its first token in q
+  int32_t first;  // its first token in q
   int32_t n, start;
   int32_t base_page;  // the oldest page that it still has
   int32_t sealed;     // how many of its pages, from base_page on, lie in the pool; the rest are hot
@@ -19,8 +19,8 @@ struct PagedRow {
 };
 
 struct Attention {
-  const float* q;       // [T, q_heads, dim]
-  float* out;           // like q
+  const float* q;               // [T, q_heads, dim]
+  float* out;                   // like q
   const void *hot_k, *hot_v;    // [hot pages * PAGE, kv_heads, dim]
   const void *pool_k, *pool_v;  // [pool pages, kv_heads, PAGE, dim]
   const PagedRow* rows;
@@ -39,8 +39,8 @@ struct Attention {
   }
 };
 
-// Queries that share their keys: of one row and one head of keys, numbers begin .. end of n * group,
-// token by token. A part's keys are those of pages block_begin .. block_end.
+// Queries that share their keys: of one row and one head of keys, numbers begin .. end of n *
+// group, token by token. A part's keys are those of pages block_begin .. block_end.
 struct AttentionPart {
   int32_t row, head, begin, end, block_begin, block_end;
 
@@ -49,11 +49,14 @@ struct AttentionPart {
 
 constexpr int PART_QUERIES = 96;  // in a part at the most
 
-// What one page gives for one query: sum of p * v, then the largest score and the sum of p, where p =
-// exp(score - largest).
-ALWAYS_INLINE int64_t partial_floats(const Attention& a) { return a.padded() + 2; }
+// What one page gives for one query: sum of p * v, then the largest score and the sum of p, where p
+// = exp(score - largest).
+ALWAYS_INLINE int64_t partial_floats(const Attention& a) {
+  return a.padded() + 2;
+}
 
-constexpr int VALUE_PANEL = (PAGE + 1) * PANEL;  // one line more than a page, so that panels don't collide
+constexpr int VALUE_PANEL =
+    (PAGE + 1) * PANEL;  // one line more than a page, so that panels don't collide
 
 // Room that `attend` and `merge` need, in floats.
 ALWAYS_INLINE int64_t scratch_floats(const Attention& a) {

@@ -1,12 +1,12 @@
-// How a weight [N, K] lies in memory for the matmul kernels: panels of 16 outputs, streamed from front
-// to back.
+// How a weight [N, K] lies in memory for the matmul kernels: panels of 16 outputs, streamed from
+// front to back.
 //
 //   dense      per k: 16 values (float32, float16 or bfloat16)
-//   quantised  per group of k: 16 scales, then 16 biases if there are any, then the numbers, in blocks
-//              of 32 k (a group of 16 is half a block). A block is made of planes of 32-bit words, 16
-//              lanes each; a word of a plane of b bits holds 16 / b pairs of neighbours, the even k of
-//              pair t in bits b t .., the odd one 16 bits higher. So one shift and one mask give a pair
-//              of int16 per lane, what multiply-add instructions take.
+//   quantised  per group of k: 16 scales, then 16 biases if there are any, then the numbers, in
+//              blocks of 32 k (a group of 16 is half a block). A block is made of planes of 32-bit
+//              words, 16 lanes each; a word of a plane of b bits holds 16 / b pairs of neighbours,
+//              the even k of pair t in bits b t .., the odd one 16 bits higher. So one shift and one
+//              mask give a pair of int16 per lane, what multiply-add instructions take.
 //              Planes, low bits first: 8; 4; 2; 4 + 2 (6 bits); 4 + 1 (5 bits); 2 + 1 (3 bits).
 //
 // N is filled up to a multiple of 16 with zeros. Plain structs: kernels include this.
@@ -40,12 +40,19 @@ ALWAYS_INLINE constexpr int bits_of(Codec c) {
     default: return 4;
   }
 }
-ALWAYS_INLINE constexpr bool is_dense(Codec c) { return c <= Codec::bf16; }
-ALWAYS_INLINE constexpr bool is_affine(Codec c) { return c >= Codec::q2 && c <= Codec::q8; }
+ALWAYS_INLINE constexpr bool is_dense(Codec c) {
+  return c <= Codec::bf16;
+}
+ALWAYS_INLINE constexpr bool is_affine(Codec c) {
+  return c >= Codec::q2 && c <= Codec::q8;
+}
 // Whether a weight is a small whole number times its group's scale.
-ALWAYS_INLINE constexpr bool is_whole(Codec c) { return c >= Codec::q2; }
+ALWAYS_INLINE constexpr bool is_whole(Codec c) {
+  return c >= Codec::q2;
+}
 
-// 4-bit floats (OCP FP4 E2M1), doubled and raised by 12: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives.
+// 4-bit floats (OCP FP4 E2M1), doubled and raised by 12: 0, .5, 1, 1.5, 2, 3, 4, 6 and their
+// negatives.
 constexpr int8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
 struct Panels {

@@ -24,8 +24,8 @@ constexpr int SPINS = 1200;
 
 struct Pool {
   // Even: no job. Odd: a job is open. A worker that enters counts itself in `inside` and then looks
-  // again: either it still sees the job, or the caller, who closes first and then waits for `inside`
-  // to be 0, sees it. So a worker that sleeps or is slow to wake is never waited for.
+  // again: either it still sees the job, or the caller, who closes first and then waits for
+  // `inside` to be 0, sees it. So a worker that sleeps or is slow to wake is never waited for.
   std::atomic<uint32_t> generation{0};
   std::atomic<int> inside{0};
   std::atomic<int64_t> next{0};
@@ -99,7 +99,9 @@ Pool& pool() {
 
 }  // namespace
 
-void set_threads(int threads) { wanted = threads; }
+void set_threads(int threads) {
+  wanted = threads;
+}
 
 int threads() {
   const int n = wanted.load();

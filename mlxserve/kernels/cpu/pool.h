@@ -5,9 +5,9 @@
 
 namespace mlxserve {
 
-// Calls work(context, begin, end) for disjoint ranges that cover 0 .. items, at most `grain` long, on
-// the calling thread and on those of the pool that are free. Returns when all are done. Which thread
-// takes which range is left to chance, so a result must not depend on it.
+// Calls work(context, begin, end) for disjoint ranges that cover 0 .. items, at most `grain` long,
+// on the calling thread and on those of the pool that are free. Returns when all are done. Which
+// thread takes which range is left to chance, so a result must not depend on it.
 void parallel_for(int64_t items, int64_t grain, void (*work)(const void*, int64_t, int64_t),
                   const void* context);
 

@@ -87,18 +87,21 @@ class Recorder {
   void add_output(const mx::array& a) {
     Value& value = values_[value_of_[a.id()]];
     if (value.where == Program::Where::input) {
-      if (a.shape() != program_->input_shapes_[value.at]) refuse(NAME, "an output is an input reshaped");
+      if (a.shape() != program_->input_shapes_[value.at])
+        refuse(NAME, "an output is an input reshaped");
       program_->outputs_.push_back(-1 - static_cast<int>(value.at));
       return;
     }
-    if (value.where != Program::Where::memory) refuse(NAME, "an output is a constant, or is asked for twice");
+    if (value.where != Program::Where::memory)
+      refuse(NAME, "an output is a constant, or is asked for twice");
     value.where = Program::Where::output;
     value.at = program_->made_.size();
     program_->outputs_.push_back(static_cast<int>(value.at));
     program_->made_.push_back({a.shape(), a.dtype(), -1});
   }
 
-  // What is written in place must be an input of the program, go out of it, and have no other reader.
+  // What is written in place must be an input of the program, go out of it, and have no other
+  // reader.
   void write_in_place(const Node& node, size_t output, int source) {
     const Value& from = values_[node.in[source]];
     const Value& to = values_[node.out[output]];
@@ -107,7 +110,8 @@ class Recorder {
     program_->made_[to.at].starts_as = static_cast<int>(from.at);
   }
 
-  // Gives every intermediate result room in one piece of memory, that of results which are done with.
+  // Gives every intermediate result room in one piece of memory, that of results which are done
+  // with.
   void place() {
     std::multimap<size_t, size_t> free;  // bytes -> where
     size_t end = 0;
@@ -138,7 +142,8 @@ class Recorder {
   void release(const std::vector<size_t>& values, size_t now, std::multimap<size_t, size_t>& free) {
     for (const size_t v : values) {
       Value& value = values_[v];
-      if (value.where != Program::Where::memory || value.last_use != now || value.bytes == 0) continue;
+      if (value.where != Program::Where::memory || value.last_use != now || value.bytes == 0)
+        continue;
       free.emplace((value.bytes + LINE - 1) / LINE * LINE, value.at);
       value.bytes = 0;  // once, though a step may read it twice
     }
@@ -167,16 +172,18 @@ std::vector<mx::array> Program::run(const std::vector<mx::array>& inputs) {
     require_shape(NAME, "an input", inputs[i], input_shapes_[i]);
     require_dtype(NAME, "an input", inputs[i], input_types_[i]);
   }
-  const auto made = lazy(NAME, inputs, made_, [self = shared_from_this()](const Inputs& in, const Outputs& out) {
-    self->execute(in, out);
-  });
+  const auto made =
+      lazy(NAME, inputs, made_, [self = shared_from_this()](const Inputs& in, const Outputs& out) {
+        self->execute(in, out);
+      });
   std::vector<mx::array> results;
   for (const int i : outputs_) results.push_back(i < 0 ? inputs[-1 - i] : made[i]);
   return results;
 }
 
 bool Program::agrees_with(const Program& other) const {
-  return std::equal(constants_.begin(), constants_.end(), other.constants_.begin(), other.constants_.end(),
+  return std::equal(constants_.begin(), constants_.end(), other.constants_.begin(),
+                    other.constants_.end(),
                     [](const mx::array& a, const mx::array& b) { return a.id() == b.id(); });
 }
 

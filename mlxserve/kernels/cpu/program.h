@@ -1,8 +1,8 @@
 // A graph of our operations, recorded once and run again as a single operation.
 //
-// MLX takes about 8 us to evaluate an operation and 10 us to build it from Python; a step of a small
-// model has 300 of them and computes for 8 ms. A program knows their order and where each result lies,
-// so that a step is one operation to MLX.
+// MLX takes about 8 us to evaluate an operation and 10 us to build it from Python; a step of a
+// small model has 300 of them and computes for 8 ms. A program knows their order and where each
+// result lies, so that a step is one operation to MLX.
 #pragma once
 
 #include <cstddef>
@@ -17,17 +17,18 @@ namespace mlxserve {
 
 class Program : public std::enable_shared_from_this<Program> {
  public:
-  // What computes `outputs` from `inputs`, both not yet evaluated. Anything else that it uses must be
-  // there already, and is taken to be the same for ever (weights). Throws std::invalid_argument for a
-  // graph with operations that aren't ours, or that keeps the old contents of what it writes in place.
+  // What computes `outputs` from `inputs`, both not yet evaluated. Anything else that it uses must
+  // be there already, and is taken to be the same for ever (weights). Throws std::invalid_argument
+  // for a graph with operations that aren't ours, or that keeps the old contents of what it writes
+  // in place.
   static std::shared_ptr<Program> record(const std::vector<mx::array>& inputs,
                                          const std::vector<mx::array>& outputs);
 
   // The outputs for other inputs of the same shapes and types.
   std::vector<mx::array> run(const std::vector<mx::array>& inputs);
 
-  // Whether another recording found the very same constants. If not, one of the two took for a weight
-  // what belonged to a single step.
+  // Whether another recording found the very same constants. If not, one of the two took for a
+  // weight what belonged to a single step.
   bool agrees_with(const Program& other) const;
 
   size_t steps() const { return steps_.size(); }

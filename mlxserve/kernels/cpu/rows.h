@@ -78,9 +78,9 @@ static void layer_norm(const LayerNorm& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; row++) {
     const float* x = a.x + row * a.d;
     float* out = a.out + row * a.d;
-    const float mean = sum_lanes(a.d, [x](int64_t i, int count, vf sum) {
-                         return vadd(sum, load_some(x + i, count));
-                       }) / (float)a.d;
+    const float mean = sum_lanes(a.d, [x](int64_t i, int count,
+                                          vf sum) { return vadd(sum, load_some(x + i, count)); }) /
+                       (float)a.d;
     // Centred before squaring: the mean may be much larger than the spread.
     for_lanes(a.d, [=](int64_t i, int count) {
       store_some(out + i, vsub(load_some(x + i, count), vset(mean)), count);

@@ -17,7 +17,9 @@ static inline vf load_padded(const float* p, int count, float pad) {
   return vload(lanes);
 }
 
-static inline int lanes_at(int64_t i, int64_t n) { return n - i < LANES ? (int)(n - i) : LANES; }
+static inline int lanes_at(int64_t i, int64_t n) {
+  return n - i < LANES ? (int)(n - i) : LANES;
+}
 
 struct Best {
   float value;
@@ -201,7 +203,7 @@ static inline vf vlog(vf x) {
   const vf exponent = vselect_less(m, half, vsub(e, vset(1)), e);
   const vf r = vsub(vselect_less(m, half, vadd(m, m), m), vset(1));
   const vf z = vmul(r, r);
-  const float c[] = {-1.1514610310e-1f, 1.1676998740e-1f,  -1.2420140846e-1f, 1.4249322787e-1f,
+  const float c[] = {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
                      -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
   vf p = vset(7.0376836292e-2f);
   for (const float coefficient : c) p = vfma(p, r, vset(coefficient));
@@ -211,7 +213,9 @@ static inline vf vlog(vf x) {
   return vfma(exponent, vset(0.693359375f), vadd(r, p));
 }
 
-static inline vi rotate_left(vi x, int n) { return ior(ishl(x, n), ishr(x, 32 - n)); }
+static inline vi rotate_left(vi x, int n) {
+  return ior(ishl(x, n), ishr(x, 32 - n));
+}
 
 // Threefry-2x32 of 20 rounds (Salmon et al. 2011), as mx.random has it: two words of two counters.
 static inline void threefry(const uint32_t key[2], vi& a, vi& b) {

@@ -1,8 +1,8 @@
 // Sixteen lanes of float or int32, the same names at every instruction level.
 //
-// A kernel file is compiled once per level, inside the namespace KERNELS, and sees nothing of the C++
-// library: a template instantiated with AVX flags could otherwise be the copy that the linker keeps
-// for everyone, and an old machine would die of it.
+// A kernel file is compiled once per level, inside the namespace KERNELS, and sees nothing of the
+// C++ library: a template instantiated with AVX flags could otherwise be the copy that the linker
+// keeps for everyone, and an old machine would die of it.
 #pragma once
 
 #include <stdint.h>
@@ -23,7 +23,9 @@ namespace KERNELS {
 
 constexpr int LANES = 16;
 
-static inline vf vload_bf16(const uint16_t* p) { return vbits(ishl(iload_u16(p), 16)); }
+static inline vf vload_bf16(const uint16_t* p) {
+  return vbits(ishl(iload_u16(p), 16));
+}
 
 // Rounds half to even; NaN stays NaN.
 static inline void vstore_bf16(uint16_t* p, vf x) {
@@ -62,7 +64,8 @@ static inline vf vexp(vf x) {
   const vf a = vbits(ishl(iadd(half, iset(127)), 23));
   const vf b = vbits(ishl(iadd(isub(whole, half), iset(127)), 23));
   const vf y = vmul(vmul(p, a), b);
-  return vselect_less(x, vset(-87.3f), vset(0.0f), vselect_less(vset(88.7f), x, vset(__builtin_inff()), y));
+  return vselect_less(x, vset(-87.3f), vset(0.0f),
+                      vselect_less(vset(88.7f), x, vset(__builtin_inff()), y));
 }
 
 // The same for x that are at most 0, in three quarters of the time.

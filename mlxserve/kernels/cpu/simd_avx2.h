@@ -13,7 +13,10 @@ struct vi {
   __m256i a, b;
 };
 
-#define BOTH(type, op, ...) static inline type op { return {__VA_ARGS__}; }
+#define BOTH(type, op, ...) \
+  static inline type op {   \
+    return {__VA_ARGS__};   \
+  }
 
 BOTH(vf, vset(float x), _mm256_set1_ps(x), _mm256_set1_ps(x))
 BOTH(vf, vload(const float* p), _mm256_loadu_ps(p), _mm256_loadu_ps(p + 8))
@@ -64,14 +67,16 @@ BOTH(vf, vselect_less(vf x, vf y, vf yes, vf no),
 // table[low 4 bits of each lane].
 static inline __m256 lookup_half(__m256 low, __m256 high, __m256i x) {
   const __m256 top_bit = _mm256_castsi256_ps(_mm256_slli_epi32(x, 28));
-  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, x), _mm256_permutevar8x32_ps(high, x), top_bit);
+  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, x), _mm256_permutevar8x32_ps(high, x),
+                          top_bit);
 }
 static inline vf vlookup(const float table[16], vi x) {
   const __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
   return {lookup_half(low, high, x.a), lookup_half(low, high, x.b)};
 }
 
-// table[..] for the two nibbles of each lane, in bits 0 to 3 and 16 to 19; the table isn't negative.
+// table[..] for the two nibbles of each lane, in bits 0 to 3 and 16 to 19; the table isn't
+// negative.
 static inline vi ilookup_pairs(const int8_t table[16], vi x) {
   const __m256i t = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table));
   const __m256i skip = _mm256_set1_epi32((int)0x80008000);  // a zero for every other byte
@@ -113,7 +118,9 @@ static inline float vmaxall_bits(vi x) {
   q = _mm_max_epi32(q, _mm_shuffle_epi32(q, 0xb1));
   return _mm_cvtss_f32(_mm_castsi128_ps(q));
 }
-static inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+static inline void prefetch(const void* p) {
+  _mm_prefetch((const char*)p, _MM_HINT_T0);
+}
 
 // Sums lanes i, i + 8, then i + 4, i + 2, i + 1: the same tree at every level.
 static inline float vsum(vf x) {

@@ -15,11 +15,11 @@ struct vi {
   int32_t v[16];
 };
 
-#define LANEWISE(type, op, expression)       \
-  static inline type op {                    \
-    type r;                                  \
+#define LANEWISE(type, op, expression)                \
+  static inline type op {                             \
+    type r;                                           \
     for (int i = 0; i < 16; i++) r.v[i] = expression; \
-    return r;                                \
+    return r;                                         \
   }
 
 LANEWISE(vf, vset(float x), x)
@@ -57,9 +57,12 @@ LANEWISE(vf, vselect_less(vf x, vf y, vf yes, vf no), x.v[i] < y.v[i] ? yes.v[i]
 LANEWISE(vf, vlookup(const float table[16], vi x), table[x.v[i] & 15])
 
 // Each lane a pair of int16: the sum of the two products.
-LANEWISE(vi, imadd16(vi x, vi y), (int16_t)x.v[i] * (int16_t)y.v[i] + (x.v[i] >> 16) * (y.v[i] >> 16))
-// table[..] for the two nibbles of each lane, in bits 0 to 3 and 16 to 19; the table isn't negative.
-LANEWISE(vi, ilookup_pairs(const int8_t table[16], vi x), table[x.v[i] & 15] | table[x.v[i] >> 16] << 16)
+LANEWISE(vi, imadd16(vi x, vi y),
+         (int16_t)x.v[i] * (int16_t)y.v[i] + (x.v[i] >> 16) * (y.v[i] >> 16))
+// table[..] for the two nibbles of each lane, in bits 0 to 3 and 16 to 19; the table isn't
+// negative.
+LANEWISE(vi, ilookup_pairs(const int8_t table[16], vi x),
+         table[x.v[i] & 15] | table[x.v[i] >> 16] << 16)
 
 #undef LANEWISE
 
@@ -78,7 +81,9 @@ static inline vi ibits(vf x) {
   memcpy(&r, &x, sizeof r);
   return r;
 }
-static inline void vstore(float* p, vf x) { memcpy(p, &x, sizeof x); }
+static inline void vstore(float* p, vf x) {
+  memcpy(p, &x, sizeof x);
+}
 // The low byte of each lane; lanes must be 0 .. 255.
 static inline void istore_u8(uint8_t* p, vi x) {
   for (int i = 0; i < 16; i++) p[i] = (uint8_t)x.v[i];
