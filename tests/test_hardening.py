@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+SIMDE = "/usr/include/simde"
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
 
 pytestmark = [
@@ -24,6 +25,12 @@ def run_pytest(*arguments: str, cwd: Path = ROOT, **environment: str) -> None:
         command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+
+
+def test_the_references_alone():
+    """What runs where nothing was compiled."""
+    folders = [f"tests/{name}" for name in ("cache", "models", "engine")]
+    run_pytest("-m", "not slow and not real", *folders, MLXSERVE_KERNELS="reference")
 
 
 @pytest.mark.parametrize("level", ["avx512", "avx2", "portable"])
@@ -41,22 +48,58 @@ def test_each_instruction_level(level):
     run_pytest("-m", "not slow and not real", *folders, MLXSERVE_CPU_LEVEL=level)
 
 
-@pytest.mark.parametrize("level", ["best", "portable"])
-def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path, level):
-    checkout = tmp_path / "checkout"
+def copy_checkout(to: Path) -> Path:
     ignore = shutil.ignore_patterns("__pycache__", "*.so")
     for name in ("mlxserve", "tests"):
-        shutil.copytree(ROOT / name, checkout / name, ignore=ignore)
+        shutil.copytree(ROOT / name, to / name, ignore=ignore)
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, checkout)
+        shutil.copy(ROOT / name, to)
+    return to
+
+
+def build(checkout: Path, **environment: str) -> None:
     built = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "--inplace"],
         cwd=checkout,
-        env=os.environ | {"CXXFLAGS": f"{SANITIZERS} -O1 -g1", "LDFLAGS": SANITIZERS},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
     )
     assert list(checkout.rglob("_native_*.so")), built.stderr[-4000:]
+
+
+@pytest.mark.skipif(not Path(SIMDE).is_dir(), reason="only on machines with libsimde-dev")
+def test_avx512_by_emulation(tmp_path):
+    """The very source of the AVX-512 level, for processors that don't have it."""
+    checkout = copy_checkout(tmp_path / "checkout")
+    cpu = checkout / "mlxserve" / "kernels" / "cpu"
+    emulation = ROOT / "tests" / "support" / "avx512_emulation.h"
+    source = (cpu / "level_avx512.cpp").read_text()
+    (cpu / "level_avx512.cpp").write_text(
+        f'#include "{emulation}"\n#define __AVX512F__ 1\n{source}'
+    )
+    changed = replaced(cpu / "levels.cpp", '__builtin_cpu_supports("avx512', '("avx512')
+    changed += replaced(checkout / "setup.py", '"level_avx512": AVX512', '"level_avx512": AVX2')
+    assert changed == 5
+    build(checkout)
+    run_pytest(
+        *("-m", "not slow and not real and not full", "tests/kernels", "-rs"),
+        cwd=checkout,
+        PYTHONPATH=str(checkout),
+        MLXSERVE_CPU_LEVEL="avx512",
+    )
+
+
+def replaced(path: Path, old: str, new: str) -> int:
+    text = path.read_text()
+    path.write_text(text.replace(old, new))
+    return text.count(old)
+
+
+@pytest.mark.parametrize("level", ["best", "portable"])
+def test_no_access_out_of_bounds_and_nothing_undefined(tmp_path, level):
+    checkout = copy_checkout(tmp_path / "checkout")
+    build(checkout, CXXFLAGS=f"{SANITIZERS} -O1 -g1", LDFLAGS=SANITIZERS)
     libraries = [
         subprocess.run(
             ["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True

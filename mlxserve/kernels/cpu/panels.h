@@ -5,8 +5,8 @@
 //   quantised  per group of k: 16 scales, then 16 biases if there are any, then the numbers, in
 //              blocks of 32 k (a group of 16 is half a block). A block is made of planes of 32-bit
 //              words, 16 lanes each; a word of a plane of b bits holds 16 / b pairs of neighbours,
-//              the even k of pair t in bits b t .., the odd one 16 bits higher. So one shift and one
-//              mask give a pair of int16 per lane, what multiply-add instructions take.
+//              the even k of pair t in bits b t .., the odd one 16 bits higher. So one shift and
+//              one mask give a pair of int16 per lane, what multiply-add instructions take.
 //              Planes, low bits first: 8; 4; 2; 4 + 2 (6 bits); 4 + 1 (5 bits); 2 + 1 (3 bits).
 //
 // N is filled up to a multiple of 16 with zeros. Plain structs: kernels include this.
