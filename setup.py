@@ -32,7 +32,12 @@ FLAGS += [
     "-Wextra",
 ]
 # GCC 12 takes the undefined lanes of its own AVX-512 header for a mistake.
-FLAGS += ["-Wno-unknown-warning-option", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-psabi"]
+FLAGS += [
+    "-Wno-unknown-warning-option",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+    "-Wno-psabi",
+]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
 # On other processors those two files compile to plain C++, which is never chosen.

@@ -7,9 +7,7 @@ import mlx.core as mx
 from mlxserve.kernels.registry import check_close, native
 
 
-def rms_norm(
-    x: mx.array, weight: mx.array, eps: float, add: mx.array | None = None
-) -> mx.array:
+def rms_norm(x: mx.array, weight: mx.array, eps: float, add: mx.array | None = None) -> mx.array:
     """`x / sqrt(mean(x^2) + eps) * weight + add` (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     x, add: `[T, D]` or `[T, H, D]`; weight: `[D]`. Returns x's shape and dtype. The native kernel
