@@ -63,9 +63,10 @@ def matmuls(
 
 
 def rows(weight: Weight, ids: mx.array, dtype: mx.Dtype, scale: float = 1.0) -> mx.array:
-    """Rows of a weight, times `scale`: an embedding. ids: integers `[T]`. Returns `[T, K]` in `dtype`.
+    """Rows of a weight, times `scale`: an embedding.
 
-    Rows of a plain array come in its own type, to which scale is rounded.
+    ids: integers `[T]`. Returns `[T, K]` in `dtype`. Rows of a plain array come in its own type, to
+    which scale is rounded.
     """
     if isinstance(weight, PanelWeight):
         native: Any = registry.native("matmul")

@@ -27,7 +27,7 @@ def project(x: mx.array, *layers: Linear) -> list[mx.array]:
 
 
 class Embedding(nn.Module):
-    """A row per token id, times `scale`. weight: `[V, D]`, in any form; packed rows come in `dtype`.
+    """A row per token id, times `scale`. weight: `[V, D]`, in any form; packed rows have `dtype`.
 
     The output head that shares the weight has no scale.
     """
