@@ -43,7 +43,7 @@ lint: $(VENV)/dev.stamp
 # torch first and alone, so that nothing else's looser wish chooses its release.
 $(VENV)/dev.stamp: $(VENV)/runtime.stamp
 	@$(RUN) pip install --group torch
-	@$(RUN) pip install -e . --group dev
+	@$(RUN) pip install --group dev
 	@touch $@
 
 NATIVE := setup.py $(wildcard mlxserve/kernels/cpu/*.cpp mlxserve/kernels/cpu/*.h)
