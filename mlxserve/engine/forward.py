@@ -40,21 +40,25 @@ class Forward:
         """float32 `[.., V]`."""
         return self._model.logits(hidden).astype(mx.float32)
 
-    def decode(self, ids: mx.array, view: BatchView) -> mx.array:
-        """Logits of rows of one token each. ids: int32 `[B]`. Returns float32 `[B, V]`."""
+    def decode(self, ids: mx.array, view: BatchView) -> tuple[mx.array, bool]:
+        """Rows of one token each. ids: int32 `[B]`.
+
+        Returns their logits, float32 `[B, V]`, and whether the operation that makes them writes the
+        cache too, so that its arrays needn't be evaluated by name.
+        """
         storage = self._storage
         if self._native is None or storage.sealing:
-            return self.logits(self.hidden(ids, view))
+            return self.logits(self.hidden(ids, view)), False
         own = [ids, *view.arrays]
         inputs = [*own, *storage.arrays()]
         shape = (*(array.size for array in own), *storage.capacity)
         if program := self._trusted.get(shape):
             logits, *arrays = program.run(inputs)
             storage.replace(arrays)
-            return logits
+            return logits, True
         logits = self.logits(self.hidden(ids, view))
         self._record(shape, inputs, [logits, *storage.arrays()])
-        return logits
+        return logits, False
 
     def _record(self, shape: tuple, inputs: list[mx.array], outputs: list[mx.array]) -> None:
         """A program is trusted once a second recording has found the same constants in it.

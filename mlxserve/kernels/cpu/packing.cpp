@@ -38,6 +38,27 @@ uint32_t packed_number(const uint32_t* row, int bits, int64_t i) {
   return static_cast<uint32_t>(words >> shift) & ((1u << bits) - 1);
 }
 
+// A word of MLX's, 8 numbers of 4 bits or 4 of 8, as a word of pairs: the even ones, then the odd.
+uint32_t pairs_of_nibbles(uint32_t word) {
+  const auto even = [](uint32_t x) {
+    x &= 0x0f0f0f0f;
+    x = (x | x >> 4) & 0x00ff00ff;
+    return (x | x >> 8) & 0xffff;
+  };
+  return even(word) | even(word >> 4) << 16;
+}
+uint32_t pairs_of_bytes(uint32_t word) {
+  return (word & 0xff0000ff) | (word & 0xff00) << 8 | (word & 0xff0000) >> 8;
+}
+
+// A group of one lane, of 4 or 8 bits: word by word.
+void put_words(uint8_t* numbers, const uint32_t* words, int count, int bits, int lane) {
+  for (int i = 0; i < count; i++, numbers += 4 * PANEL) {
+    const uint32_t word = bits == 4 ? pairs_of_nibbles(words[i]) : pairs_of_bytes(words[i]);
+    std::memcpy(numbers + 4 * lane, &word, 4);
+  }
+}
+
 // Numbers of one lane, `count` (at most a block of 32), into a block that is all zeros there.
 void put_numbers(uint8_t* block, const uint32_t* q, int count, int bits, int lane) {
   const Planes planes(bits);
@@ -109,6 +130,12 @@ void pack_panel(const Panels& p, const RowMajor& from, int64_t panel, uint8_t* o
       if (p.biases)
         std::memcpy(at + (PANEL + lane) * item, from.biases + (n * groups + g) * item, item);
       at += p.header_bytes();
+      if (bits == 4 || bits == 8) {
+        const int words = p.group * bits / 32;
+        put_words(at, row + g * words, words, bits, lane);
+        at += p.group * bits / 8 * PANEL;
+        continue;
+      }
       for (int first = 0; first < p.group; first += count) {
         uint32_t q[BLOCK];
         for (int i = 0; i < count; i++) q[i] = packed_number(row, bits, g * p.group + first + i);
