@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,11 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
         for path in (ROOT / "mlxserve").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert names == here
+    sources, built = (".cpp", ".h"), {name for name in names if name.endswith(".so")}
+    assert names - built == {name for name in here if not name.endswith((*sources, ".so"))}
+    version = metadata.version("mlx").replace(".", "_")
+    kernels = f"mlxserve/kernels/cpu/_native_{version}."
+    assert [name.startswith(kernels) for name in built] == [True] * (sys.platform == "linux")
 
 
 def test_wheel_runs_without_the_checkout(wheel, tmp_path):
