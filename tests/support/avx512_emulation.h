@@ -159,8 +159,6 @@ EMU __m512i e_srai_epi32(__m512i x, unsigned n) {
 #define _mm512_mul_ps(...) simde_mm512_mul_ps(__VA_ARGS__)
 #undef _mm512_or_si512
 #define _mm512_or_si512(...) simde_mm512_or_si512(__VA_ARGS__)
-#undef _mm512_permutexvar_ps
-#define _mm512_permutexvar_ps(...) simde_mm512_permutexvar_ps(__VA_ARGS__)
 #undef _mm512_roundscale_ps
 #define _mm512_roundscale_ps(...) simde_mm512_roundscale_ps(__VA_ARGS__)
 #undef _mm512_set1_epi32
@@ -171,8 +169,6 @@ EMU __m512i e_srai_epi32(__m512i x, unsigned n) {
 #define _mm512_shuffle_epi8(...) simde_mm512_shuffle_epi8(__VA_ARGS__)
 #undef _mm512_slli_epi32
 #define _mm512_slli_epi32(...) simde_mm512_slli_epi32(__VA_ARGS__)
-#undef _mm512_sqrt_ps
-#define _mm512_sqrt_ps(...) simde_mm512_sqrt_ps(__VA_ARGS__)
 #undef _mm512_srli_epi32
 #define _mm512_srli_epi32(...) simde_mm512_srli_epi32(__VA_ARGS__)
 #undef _mm512_storeu_ps

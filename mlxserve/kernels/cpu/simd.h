@@ -8,6 +8,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "numbers.h"
+
 #if defined(__AVX512F__)
 #include "simd_avx512.h"
 #elif defined(__AVX2__)
@@ -29,13 +31,9 @@ static inline vf vload_bf16(const uint16_t* p) {
 
 // Rounds half to even; NaN stays NaN.
 static inline void vstore_bf16(uint16_t* p, vf x) {
-  uint32_t bits[LANES];
-  const vi b = ibits(x);
-  memcpy(bits, &b, sizeof bits);
-  for (int i = 0; i < LANES; i++) {
-    const bool nan = (bits[i] & 0x7fffffff) > 0x7f800000;
-    p[i] = (uint16_t)(nan ? bits[i] >> 16 | 0x40 : (bits[i] + 0x7fff + (bits[i] >> 16 & 1)) >> 16);
-  }
+  float lanes[LANES];
+  vstore(lanes, x);
+  for (int i = 0; i < LANES; i++) p[i] = mlxserve::bf16_bits(lanes[i]);
 }
 
 // 2^-n * exp(x) for the whole number n that is nearest to x / ln 2. Cephes' polynomial.

@@ -26,7 +26,6 @@ BOTH(vf, vmul(vf x, vf y), _mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b))
 BOTH(vf, vdiv(vf x, vf y), _mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b))
 BOTH(vf, vmax(vf x, vf y), _mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b))
 BOTH(vf, vmin(vf x, vf y), _mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b))
-BOTH(vf, vsqrt(vf x), _mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b))
 BOTH(vf, vround(vf x), _mm256_round_ps(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
      _mm256_round_ps(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC))
 // x * y + z, rounded once.
@@ -63,17 +62,6 @@ BOTH(vf, vselect_less(vf x, vf y, vf yes, vf no),
      _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)))
 
 #undef BOTH
-
-// table[low 4 bits of each lane].
-static inline __m256 lookup_half(__m256 low, __m256 high, __m256i x) {
-  const __m256 top_bit = _mm256_castsi256_ps(_mm256_slli_epi32(x, 28));
-  return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, x), _mm256_permutevar8x32_ps(high, x),
-                          top_bit);
-}
-static inline vf vlookup(const float table[16], vi x) {
-  const __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
-  return {lookup_half(low, high, x.a), lookup_half(low, high, x.b)};
-}
 
 // table[..] for the two nibbles of each lane, in bits 0 to 3 and 16 to 19; the table isn't
 // negative.

@@ -33,9 +33,6 @@ static inline vf vmax(vf x, vf y) {
 static inline vf vmin(vf x, vf y) {
   return _mm512_min_ps(x, y);
 }
-static inline vf vsqrt(vf x) {
-  return _mm512_sqrt_ps(x);
-}
 static inline vf vround(vf x) {
   return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
@@ -106,11 +103,6 @@ static inline vi ibits(vf x) {
 // Lanes of `yes` where x < y, of `no` elsewhere (also where either is NaN).
 static inline vf vselect_less(vf x, vf y, vf yes, vf no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), no, yes);
-}
-
-// table[low 4 bits of each lane].
-static inline vf vlookup(const float table[16], vi x) {
-  return _mm512_permutexvar_ps(x, _mm512_loadu_ps(table));
 }
 
 // table[..] for the two nibbles of each lane, in bits 0 to 3 and 16 to 19; the table isn't

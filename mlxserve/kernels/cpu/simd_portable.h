@@ -30,7 +30,6 @@ LANEWISE(vf, vmul(vf x, vf y), x.v[i] * y.v[i])
 LANEWISE(vf, vdiv(vf x, vf y), x.v[i] / y.v[i])
 LANEWISE(vf, vmax(vf x, vf y), x.v[i] > y.v[i] ? x.v[i] : y.v[i])
 LANEWISE(vf, vmin(vf x, vf y), x.v[i] < y.v[i] ? x.v[i] : y.v[i])
-LANEWISE(vf, vsqrt(vf x), __builtin_sqrtf(x.v[i]))
 LANEWISE(vf, vround(vf x), __builtin_rintf(x.v[i]))
 // x * y + z. Rounded twice here: a fused multiply-add in software would take 20 times as long.
 LANEWISE(vf, vfma(vf x, vf y, vf z), x.v[i] * y.v[i] + z.v[i])
@@ -53,9 +52,6 @@ LANEWISE(vf, vfrom(vi x), (float)x.v[i])
 LANEWISE(vi, vtoint(vf x), (int32_t)__builtin_lrintf(x.v[i]))
 // Lanes of `yes` where x < y, of `no` elsewhere (also where either is NaN).
 LANEWISE(vf, vselect_less(vf x, vf y, vf yes, vf no), x.v[i] < y.v[i] ? yes.v[i] : no.v[i])
-// table[low 4 bits of each lane].
-LANEWISE(vf, vlookup(const float table[16], vi x), table[x.v[i] & 15])
-
 // Each lane a pair of int16: the sum of the two products.
 LANEWISE(vi, imadd16(vi x, vi y),
          (int16_t)x.v[i] * (int16_t)y.v[i] + (x.v[i] >> 16) * (y.v[i] >> 16))
