@@ -9,6 +9,8 @@ its tokens.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
 
 import mlx.core as mx
 
@@ -45,6 +47,7 @@ class Storage:
     def reset(self) -> None:
         """Empty arrays in place of the present ones."""
         self._moves: dict[int, mx.array] = {}
+        self._state: Any = None
         self.hot: list[tuple[mx.array, mx.array]] = []
         self.pool: list[tuple[mx.array, mx.array]] = []
         for index in self.group_of:
@@ -65,16 +68,18 @@ class Storage:
         ]
         self._moves = dict(enumerate(by_group[group] for group in self.group_of))
 
+    @property
+    def moves(self) -> list[mx.array]:
+        """Of pages that wait to be sealed: int32 `[n, 2]` for each group, or nothing."""
+        first = [self.group_of.index(group) for group in range(len(self.groups))]
+        return [self._moves[layer] for layer in first] if self._moves else []
+
     def write(self, layer: int, index: mx.array, k: mx.array, v: mx.array) -> None:
         """Put new tokens at flat hot positions. index: int32 `[T]`; k, v: `[T, Hk, D]`."""
+        self._state = None
         moves = self._moves.pop(layer, None)
         hot, pool = self.hot[layer], self.pool[layer]
         self.hot[layer], self.pool[layer] = append(hot, pool, index, k, v, moves)
-
-    @property
-    def sealing(self) -> bool:
-        """Whether pages wait to be sealed."""
-        return bool(self._moves)
 
     def short(self, hot: int, pools: Sequence[int]) -> bool:
         """Whether so many pages need more than the present capacity."""
@@ -88,23 +93,30 @@ class Storage:
         for index, needed in enumerate((hot, *pools)):
             while self.capacity[index] < min(needed, self.limits[index]):
                 self.capacity[index] = min(2 * self.capacity[index], self.limits[index])
+        self._state = None
         for layer, group in enumerate(self.group_of):
             self.hot[layer] = _grown(self.hot[layer], self.capacity[0] * PAGE_TOKENS)
             self.pool[layer] = _grown(self.pool[layer], self.capacity[1 + group])
         self._measure()
 
     def arrays(self) -> list[mx.array]:
+        """All of them, layer by layer."""
+        return [array for pair in (*self.hot, *self.pool) for array in pair]
+
+    def written(self) -> list[mx.array]:
         """Everything a step may have written, to evaluate with it."""
         for layer in list(self._moves):  # those that the step didn't write
             hot_k = self.hot[layer][0]
             none = mx.zeros((0, *hot_k.shape[1:]), hot_k.dtype)
             self.write(layer, mx.zeros((0,), mx.int32), none, none)
-        return [array for pair in (*self.hot, *self.pool) for array in pair]
+        return self.arrays()
 
-    def replace(self, arrays: Sequence[mx.array]) -> None:
-        """Take what a step has made of `arrays()`."""
-        pairs = list(zip(arrays[::2], arrays[1::2], strict=True))
-        self.hot, self.pool = pairs[: len(self.hot)], pairs[len(self.hot) :]
+    def state(self, kernels: ModuleType) -> Any:
+        """The arrays for a recorded step, which writes them where they are and seals too."""
+        self._moves = {}
+        if self._state is None:
+            self._state = kernels.State(self.arrays())
+        return self._state
 
     def _measure(self) -> None:
         self.nbytes = sum(array.nbytes for array in self.arrays())

@@ -126,23 +126,30 @@ class Core:
     def step(self) -> None:
         """Build the next step, read the last, start the next, then deliver the last one's tokens.
 
-        Read before the next one starts, or the cache would be copied: what is under way holds on to
-        its arrays. Delivered after that, so that the device need not wait for the callers.
+        A step that makes new arrays of the cache starts after the last was read, or the cache would
+        be copied: what is under way holds on to its arrays. One that writes it in place starts at
+        once. Tokens are delivered after that, so that the device need not wait for the callers.
         """
         self._grow()
         plan = self.scheduler.schedule()
         if plan is None and self.in_flight is None and self.scheduler.busy:
             raise InvariantError("requests are waiting and none can be scheduled")
         following = self.runner.build(plan, self.in_flight) if plan else None
+        if following is not None and following.in_place:
+            self._submit(following)
         results = self.in_flight.read() if self.in_flight is not None else []
         now = time.perf_counter()
-        if following is not None:
-            for chunk in following.plan.chunks:
-                chunk.seq.started_s = chunk.seq.started_s or now
-            following.submit()
+        if following is not None and not following.in_place:
+            self._submit(following)
         last, self.in_flight = self.in_flight, following
         if last is not None:
             self._deliver_step(last, results, now)
+
+    def _submit(self, step: InFlight) -> None:
+        now = time.perf_counter()
+        for chunk in step.plan.chunks:
+            chunk.seq.started_s = chunk.seq.started_s or now
+        step.submit()
 
     def check_integrity(self) -> None:
         """Raise InvariantError if pages or counts do not add up."""

@@ -44,29 +44,29 @@ class Forward:
         """Rows of one token each. ids: int32 `[B]`.
 
         Returns their logits, float32 `[B, V]`, and whether the operation that makes them writes the
-        cache too, so that its arrays needn't be evaluated by name.
+        cache where it lies. Then its arrays needn't be evaluated by name, and the step may be
+        submitted while the one before is under way.
         """
         storage = self._storage
-        if self._native is None or storage.sealing:
+        if self._native is None:
             return self.logits(self.hidden(ids, view)), False
-        own = [ids, *view.arrays]
-        inputs = [*own, *storage.arrays()]
+        own = [ids, *view.arrays, *storage.moves]
         shape = (*(array.size for array in own), *storage.capacity)
         if program := self._trusted.get(shape):
-            logits, *arrays = program.run(inputs)
-            storage.replace(arrays)
+            (logits,) = program.run(own, storage.state(self._native))
             return logits, True
+        before = storage.arrays()
         logits = self.logits(self.hidden(ids, view))
-        self._record(shape, inputs, [logits, *storage.arrays()])
+        self._record(shape, own, before, [logits], storage.arrays())
         return logits, False
 
-    def _record(self, shape: tuple, inputs: list[mx.array], outputs: list[mx.array]) -> None:
+    def _record(self, shape: tuple, *graph: list[mx.array]) -> None:
         """A program is trusted once a second recording has found the same constants in it.
 
         Else it might hold on to an array that belonged to the first step alone.
         """
         try:
-            program = self._native.record(inputs, outputs)
+            program = self._native.record(*graph)
         except ValueError as error:
             logger.info("decoding steps are built one by one: %s", error)
             self._native = None

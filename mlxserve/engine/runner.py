@@ -35,11 +35,11 @@ class InFlight:
         self._logprob_rows: list[int] = []
         self._logprobs: tuple[mx.array, ...] = ()
         self._hidden: mx.array | None = None
-        self._in_one = False  # one operation writes the cache and makes the logits
+        self.in_place = False  # the cache is written where it lies, by what makes the logits
         view = BatchView(storage, plan)
         if all(chunk.samples and chunk.n == 1 for chunk in plan.chunks):
             self.sampled = list(plan.chunks)
-            logits, self._in_one = forward.decode(ids, view)
+            logits, self.in_place = forward.decode(ids, view)
             self._sample(logits)
         else:
             self._prompt(forward.hidden(ids, view))
@@ -74,8 +74,8 @@ class InFlight:
         """Start computing: the tokens together with everything the step wrote."""
         finite = [] if self._finite is None else [self._finite]
         outputs = [*finite, *self._logprobs, *self._scored.values()]
-        if not self._in_one:
-            outputs += self._storage.arrays()
+        if not self.in_place:
+            outputs += self._storage.written()
         first = self.ids if self.ids is not None else self._hidden
         mx.async_eval(*([first] if first is not None else []), *outputs)
 

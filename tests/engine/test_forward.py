@@ -114,13 +114,13 @@ def test_an_array_of_one_step_alone_is_not_taken_for_a_weight():
     def step(bias):
         return module.matmul(x, [weight], [bias], None)
 
-    first, again = (module.record([x], step(mx.array([0.0] * 16))) for _ in "ab")
+    first, again = (module.record([x], [], step(mx.array([0.0] * 16)), []) for _ in "ab")
     assert not first.agrees_with(again)
     kept = mx.zeros((16,))
     mx.eval(kept)
-    first, again = (module.record([x], step(kept)) for _ in "ab")
+    first, again = (module.record([x], [], step(kept), []) for _ in "ab")
     assert first.agrees_with(again)
-    (y,) = again.run([mx.full((1, 32), 2.0)])
+    (y,) = again.run([mx.full((1, 32), 2.0)], module.State([]))
     assert np.array(y).tolist() == [[64.0] * 16]
 
 
@@ -129,18 +129,65 @@ def test_what_cannot_be_recorded_is_refused_by_name():
     module = registry.recorder()
     x = mx.ones((4,))
     with pytest.raises(ValueError, match="no native kernel for"):
-        module.record([x], [mx.sin(x)])
-    program = module.record([x], [x])
-    assert program.run([x])[0].tolist() == [1, 1, 1, 1]
+        module.record([x], [], [mx.sin(x)], [])
+    none = module.State([])
+    program = module.record([x], [], [x], [])
+    assert program.run([x], none)[0].tolist() == [1, 1, 1, 1]
     with pytest.raises(ValueError, match=r"an input is \[3\], expected \[4\]"):
-        program.run([mx.ones((3,))])
+        program.run([mx.ones((3,))], none)
     with pytest.raises(ValueError, match="another number of inputs"):
-        program.run([])
+        program.run([], none)
+    with pytest.raises(ValueError, match="another number of inputs"):
+        program.run([], module.State([x]))
     with pytest.raises(ValueError, match="an input is given twice"):
-        module.record([x, x], [x])
+        module.record([x, x], [], [x], [])
     mx.eval(x)
     with pytest.raises(ValueError, match="an output is an input reshaped"):
-        module.record([x], [x.reshape(2, 2)])
+        module.record([x], [], [x.reshape(2, 2)], [])
+
+
+def cache_arrays():
+    arrays = [mx.zeros((64, 1, 4)), mx.zeros((64, 1, 4)), mx.zeros((1, 1, 64, 4))]
+    arrays.append(mx.zeros((1, 1, 64, 4)))
+    mx.eval(arrays)
+    return arrays
+
+
+@native
+def test_runs_that_are_queued_write_one_state_in_turn():
+    module = registry.recorder()
+    index, k = mx.array([0], mx.int32), mx.ones((1, 1, 4))
+    before, ones = cache_arrays(), mx.ones((4,))
+    mx.eval(ones)
+    after = module.append(*before, index, k, k, None)
+    program = module.record([index, k], before, [module.rms_norm(k, ones, 0.0)], after)
+    held = cache_arrays()
+    state = module.State(held)
+    queued = [
+        program.run([mx.array([i], mx.int32), mx.full((1, 1, 4), i + 1.0)], state)[0]
+        for i in range(50)
+    ]
+    for output in queued:
+        mx.async_eval(output)
+    mx.eval(queued)
+    assert held[0][:, 0, 0].tolist() == [i + 1.0 for i in range(50)] + [0.0] * 14
+
+
+@native
+def test_a_state_that_is_not_written_in_place_is_refused():
+    module = registry.recorder()
+    index, k = mx.array([0], mx.int32), mx.ones((1, 1, 4))
+    before = cache_arrays()
+    after = module.append(*before, index, k, k, None)
+    with pytest.raises(ValueError, match="another number of arrays after"):
+        module.record([index, k], before, [k], after[:3])
+    with pytest.raises(ValueError, match="its state isn't written in place"):
+        module.record([index, k], before, [k], [after[1], after[0], *after[2:]])
+    with pytest.raises(ValueError, match="isn't part of its state"):
+        module.record([index, k, *before], [], [after[0]], [])
+    again = module.append(*before, index, k, k, None)  # reads what the first has written over
+    with pytest.raises(ValueError, match="isn't part of its state"):
+        module.record([index, k], before, [again[0]], after)
 
 
 @native
@@ -155,13 +202,15 @@ def test_a_program_may_run_on_two_threads():
             x = module.rms_norm(x, weight, 1e-5)
         return x
 
-    program = module.record([x], [step(x)])
+    program, none = module.record([x], [], [step(x)], []), module.State([])
     right = []
 
     def use(seed):
         x = mx.random.normal((4, width), key=mx.random.key(seed))
         expected = np.array(step(x))
-        right.append(all((np.array(program.run([x])[0]) == expected).all() for _ in range(60)))
+        right.append(
+            all((np.array(program.run([x], none)[0]) == expected).all() for _ in range(60))
+        )
         mx.clear_streams()
 
     threads = [threading.Thread(target=use, args=(seed,)) for seed in range(2)]

@@ -27,17 +27,21 @@ bool only_reshapes(const mx::array& a) {
 
 class Recorder {
  public:
-  Recorder(const std::vector<mx::array>& inputs, const std::vector<mx::array>& outputs)
+  Recorder(const std::vector<mx::array>& inputs, const std::vector<mx::array>& before,
+           const std::vector<mx::array>& outputs, const std::vector<mx::array>& after)
       : program_(std::make_shared<Program>()) {
-    for (size_t i = 0; i < inputs.size(); i++) {
-      program_->input_shapes_.push_back(inputs[i].shape());
-      program_->input_types_.push_back(inputs[i].dtype());
-      values_.push_back({Program::Where::input, i, 0});
-      if (!value_of_.emplace(inputs[i].id(), i).second) refuse(NAME, "an input is given twice");
-    }
+    program_->inputs_ = inputs.size();
+    for (const auto& a : inputs) add_input(a);
+    for (const auto& a : before) add_input(a);
     for (const auto& a : outputs) visit(a);
+    for (const auto& a : after) visit(a);
     for (const auto& a : outputs) add_output(a);
     place();
+    for (size_t i = 0; i < after.size(); i++) {
+      const Value& value = values_[value_of_[after[i].id()]];
+      if (value.where != Program::Where::input || value.at != inputs.size() + i)
+        refuse(NAME, "its state isn't written in place");
+    }
   }
 
   std::shared_ptr<Program> program() { return program_; }
@@ -54,6 +58,13 @@ class Recorder {
     std::vector<int> starts_as;
     std::vector<size_t> in, out;  // values
   };
+
+  void add_input(const mx::array& a) {
+    program_->input_shapes_.push_back(a.shape());
+    program_->input_types_.push_back(a.dtype());
+    if (!value_of_.emplace(a.id(), values_.size()).second) refuse(NAME, "an input is given twice");
+    values_.push_back({Program::Where::input, values_.size(), 0});
+  }
 
   size_t visit(const mx::array& a) {
     if (const auto known = value_of_.find(a.id()); known != value_of_.end()) return known->second;
@@ -100,14 +111,15 @@ class Recorder {
     program_->made_.push_back({a.shape(), a.dtype(), -1});
   }
 
-  // What is written in place must be an input of the program, go out of it, and have no other
-  // reader.
+  // What is written in place must belong to the state, and nobody else may read what it was.
   void write_in_place(const Node& node, size_t output, int source) {
     const Value& from = values_[node.in[source]];
-    const Value& to = values_[node.out[output]];
-    if (from.where != Program::Where::input || to.where != Program::Where::output || from.uses != 1)
-      refuse(NAME, "something is written in place that isn't an input of its own");
-    program_->made_[to.at].starts_as = static_cast<int>(from.at);
+    Value& to = values_[node.out[output]];
+    if (from.where != Program::Where::input || from.at < program_->inputs_ || from.uses != 1 ||
+        to.where != Program::Where::memory)
+      refuse(NAME, "something is written in place that isn't part of its state");
+    to.where = Program::Where::input;
+    to.at = from.at;
   }
 
   // Gives every intermediate result room in one piece of memory, that of results which are done
@@ -162,18 +174,24 @@ class Recorder {
 };
 
 std::shared_ptr<Program> Program::record(const std::vector<mx::array>& inputs,
-                                         const std::vector<mx::array>& outputs) {
-  return Recorder(inputs, outputs).program();
+                                         const std::vector<mx::array>& before,
+                                         const std::vector<mx::array>& outputs,
+                                         const std::vector<mx::array>& after) {
+  if (before.size() != after.size()) refuse(NAME, "its state has another number of arrays after");
+  return Recorder(inputs, before, outputs, after).program();
 }
 
-std::vector<mx::array> Program::run(const std::vector<mx::array>& inputs) {
-  if (inputs.size() != input_shapes_.size()) refuse(NAME, "takes another number of inputs");
-  for (size_t i = 0; i < inputs.size(); i++) {
-    require_shape(NAME, "an input", inputs[i], input_shapes_[i]);
-    require_dtype(NAME, "an input", inputs[i], input_types_[i]);
+std::vector<mx::array> Program::run(const std::vector<mx::array>& inputs, const State& state) {
+  if (inputs.size() != inputs_ || inputs_ + state.arrays.size() != input_shapes_.size())
+    refuse(NAME, "takes another number of inputs");
+  std::vector<mx::array> all = inputs;
+  all.insert(all.end(), state.arrays.begin(), state.arrays.end());
+  for (size_t i = 0; i < all.size(); i++) {
+    require_shape(NAME, "an input", all[i], input_shapes_[i]);
+    require_dtype(NAME, "an input", all[i], input_types_[i]);
   }
   const auto made =
-      lazy(NAME, inputs, made_, [self = shared_from_this()](const Inputs& in, const Outputs& out) {
+      lazy(NAME, all, made_, [self = shared_from_this()](const Inputs& in, const Outputs& out) {
         self->execute(in, out);
       });
   std::vector<mx::array> results;
@@ -205,19 +223,25 @@ void Program::execute(const Inputs& in, const Outputs& out) {
         case Where::memory: step_in.push_back(memory + p.at); break;
       }
     }
-    for (const Place& p : step.out)
-      step_out.push_back(p.where == Where::output ? out[p.at] : static_cast<void*>(memory + p.at));
+    for (const Place& p : step.out) {
+      switch (p.where) {
+        case Where::input: step_out.push_back(const_cast<void*>(in[p.at])); break;
+        case Where::output: step_out.push_back(out[p.at]); break;
+        default: step_out.push_back(memory + p.at);
+      }
+    }
     (*step.work)(step_in, step_out);
   }
 }
 
 void bind_program(nb::module_& m) {
+  nb::class_<State>(m, "State").def(nb::init<std::vector<mx::array>>(), "arrays"_a);
   nb::class_<Program>(m, "Program")
-      .def("run", &Program::run, "inputs"_a)
+      .def("run", &Program::run, "inputs"_a, "state"_a)
       .def("agrees_with", &Program::agrees_with, "other"_a)
       .def_prop_ro("steps", &Program::steps)
       .def_prop_ro("memory_bytes", &Program::memory_bytes);
-  m.def("record", &Program::record, "inputs"_a, "outputs"_a);
+  m.def("record", &Program::record, "inputs"_a, "before"_a, "outputs"_a, "after"_a);
 }
 
 }  // namespace mlxserve
