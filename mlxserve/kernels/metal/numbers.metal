@@ -1,0 +1,13 @@
+// Two 16-bit numbers out of a word.
+template <typename T>
+inline float2 unpack(uint word);
+
+template <>
+inline float2 unpack<half>(uint word) {
+  return float2(as_type<half2>(word));
+}
+
+template <>
+inline float2 unpack<bfloat16_t>(uint word) {
+  return as_type<float2>(uint2(word << 16, word & 0xffff0000u));
+}

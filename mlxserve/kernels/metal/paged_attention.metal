@@ -1,0 +1,157 @@
+// Attention of one new token per row over its pages: a part of the context, for the query heads that
+// share a KV head.
+//
+// A threadgroup takes one item of `work`: up to four pages of one row, for H of the G query heads of a
+// KV head. Its simdgroups take tiles of TILE tokens in turn and never wait for each other: a tile's
+// keys are copied to threadgroup memory as they lie in the page, front to back, so that every load is
+// coalesced whatever the head dim; then a lane takes a token, so that a score needs no sum over lanes
+// and a key, once unpacked, serves all heads. The values follow through the same memory; there a lane
+// takes channels. What each simdgroup found is merged at the end, in their order.
+//
+// Tokens outside low .. position are never read.
+//
+// q       [T, Hq, D]           hot_k, hot_v    [hot pages * 64, Hk, D]
+// how     scale, softcap       pool_k, pool_v  [pages, Hk, 64, D], in T like hot
+// rows    [R, 8]: token of q, position, low, first page, sealed pages, where in pages, first item, items
+// work    [items, 4]: row, page begin, page end, unused
+// pages   page ids of all rows
+// partial [items, Hq, D]       sums of p * v, where p = exp(score - largest)
+// tops    [items, Hq, 2]       largest score, sum of p
+constexpr int PAGE = 64;
+constexpr int WORDS = D / 2;       // of a token; a word holds two numbers
+constexpr int VECTORS = D / 8;     // of a token; a vector holds four words
+constexpr int LINE = VECTORS | 1;  // odd, so that lanes with a token each read from different banks
+constexpr int PARTS = 32 / TILE;   // lanes that share a token's score
+constexpr int PAIRS = (WORDS + 31) / 32;  // words of a value per lane
+constexpr int TILES = PAGE / TILE;
+constexpr float LOWEST = -1e30f;
+
+threadgroup uint4 tiles[NSG * TILE * LINE];
+threadgroup float4 queries[H * D / 4];
+threadgroup float weights[NSG * H * TILE];
+threadgroup float2 found[NSG * H];
+
+const int lane = int(thread_index_in_simdgroup);
+const int simd = int(simdgroup_index_in_threadgroup);
+const int thread_id = simd * 32 + lane;
+const int item = int(threadgroup_position_in_grid.x);
+const int kv_head = int(threadgroup_position_in_grid.y) / (G / H);
+const int kv_heads = int(threadgroups_per_grid.y) / (G / H);
+const int q_heads = kv_heads * G;
+const int q_head = int(threadgroup_position_in_grid.y) * H;
+
+const int row = work[item * 4] * 8;
+const int page_begin = work[item * 4 + 1];
+const int page_end = work[item * 4 + 2];
+const int position = rows[row + 1];
+const int low = rows[row + 2];
+const int first_page = rows[row + 3];
+const int sealed = rows[row + 4];
+const int pages_at = rows[row + 5];
+
+const long q_at = (long(rows[row]) * q_heads + q_head) * D;
+threadgroup float* queries_flat = (threadgroup float*)queries;
+for (int i = thread_id; i < H * D; i += NSG * 32) queries_flat[i] = float(q[q_at + i]) * how[0];
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+threadgroup uint4* tile = tiles + simd * TILE * LINE;
+const threadgroup uint* tile_words = (const threadgroup uint*)tile;
+threadgroup float* tile_weights = weights + simd * H * TILE;
+const int token = lane % TILE;
+const int part = lane / TILE;
+
+float top[H];
+float sum[H];
+float2 out[H][PAIRS];
+for (int h = 0; h < H; h++) {
+  top[h] = LOWEST;
+  sum[h] = 0.0f;
+  for (int i = 0; i < PAIRS; i++) out[h][i] = float2(0.0f);
+}
+
+for (int t = simd; t < (page_end - page_begin) * TILES; t += NSG) {
+  const int page = page_begin + t / TILES;
+  const int begin = metal::max(page * PAGE + t % TILES * TILE, low);
+  const int end = metal::min(page * PAGE + t % TILES * TILE + TILE, position + 1);
+  const int count = end - begin;
+  if (count <= 0) continue;
+
+  const long id = pages[pages_at + page - first_page];
+  const bool in_pool = page - first_page < sealed;
+  const int step = in_pool ? VECTORS : kv_heads * VECTORS;
+  const long at = in_pool ? ((id * kv_heads + kv_head) * PAGE + begin % PAGE) * D
+                          : ((id * PAGE + begin % PAGE) * kv_heads + kv_head) * D;
+  const device uint4* keys = (const device uint4*)((in_pool ? pool_k : hot_k) + at);
+  const device uint4* values = (const device uint4*)((in_pool ? pool_v : hot_v) + at);
+
+  for (int i = lane; i < count * VECTORS; i += 32)
+    tile[i / VECTORS * LINE + i % VECTORS] = keys[i / VECTORS * step + i % VECTORS];
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+
+  float score[H];
+  for (int h = 0; h < H; h++) score[h] = 0.0f;
+  if (token < count) {
+    for (int c = part * (VECTORS / PARTS); c < (part + 1) * (VECTORS / PARTS); c++) {
+      const uint4 words = tile[token * LINE + c];
+      const float4 a = float4(unpack<T>(words.x), unpack<T>(words.y));
+      const float4 b = float4(unpack<T>(words.z), unpack<T>(words.w));
+      for (int h = 0; h < H; h++) {
+        score[h] += metal::dot(a, queries[h * (D / 4) + c * 2]);
+        score[h] += metal::dot(b, queries[h * (D / 4) + c * 2 + 1]);
+      }
+    }
+  }
+  for (int h = 0; h < H; h++) {
+    for (int over = TILE; over < 32; over *= 2) score[h] += simd_shuffle_xor(score[h], ushort(over));
+    if (SOFTCAP) score[h] = how[1] * metal::precise::tanh(score[h] / how[1]);
+    const float seen = token < count ? score[h] : LOWEST;
+    const float now = metal::max(top[h], simd_max(seen));
+    const float weight = token < count ? metal::precise::exp(seen - now) : 0.0f;
+    const float keep = metal::precise::exp(top[h] - now);
+    sum[h] = sum[h] * keep + simd_sum(part == 0 ? weight : 0.0f);
+    top[h] = now;
+    for (int i = 0; i < PAIRS; i++) out[h][i] *= keep;
+    if (part == 0) tile_weights[h * TILE + token] = weight;
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (int i = lane; i < count * VECTORS; i += 32)
+    tile[i / VECTORS * LINE + i % VECTORS] = values[i / VECTORS * step + i % VECTORS];
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+
+  for (int j = 0; j < count; j++) {
+    for (int i = 0; i < PAIRS; i++) {
+      if (lane + i * 32 < WORDS) {
+        const float2 value = unpack<T>(tile_words[j * LINE * 4 + lane + i * 32]);
+        for (int h = 0; h < H; h++) out[h][i] += tile_weights[h * TILE + j] * value;
+      }
+    }
+  }
+  simdgroup_barrier(mem_flags::mem_threadgroup);
+}
+
+// Each simdgroup's tile now takes what it found.
+for (int h = 0; h < H; h++) {
+  if (lane == 0) found[simd * H + h] = float2(top[h], sum[h]);
+  for (int i = 0; i < PAIRS; i++)
+    if (lane + i * 32 < WORDS) ((threadgroup float2*)tile)[h * WORDS + lane + i * 32] = out[h][i];
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+device float2* partial_pairs = (device float2*)partial;
+device float2* tops_pairs = (device float2*)tops;
+const long out_at = long(item) * q_heads + q_head;
+for (int i = thread_id; i < H * WORDS; i += NSG * 32) {
+  const int h = i / WORDS;
+  float largest = LOWEST;
+  for (int s = 0; s < NSG; s++) largest = metal::max(largest, found[s * H + h].x);
+  float total = 0.0f;
+  float2 value = float2(0.0f);
+  for (int s = 0; s < NSG; s++) {
+    const float share = metal::precise::exp(found[s * H + h].x - largest);
+    total += share * found[s * H + h].y;
+    value += share * ((const threadgroup float2*)(tiles + s * TILE * LINE))[i];
+  }
+  partial_pairs[out_at * WORDS + i] = value;
+  if (i % WORDS == 0) tops_pairs[out_at + h] = float2(largest, total);
+}

@@ -1,0 +1,54 @@
+// Puts together what paged_attention found in the parts of a row's context, oldest first. A
+// simdgroup takes one head of one row.
+//
+// rows, tops, partial: see paged_attention.metal. sinks [Hq]: read only if SINKS.
+// out [R, Hq, D]
+constexpr int WORDS = D / 2;
+constexpr int PAIRS = (WORDS + 31) / 32;
+
+const int lane = int(thread_index_in_simdgroup);
+const int row = int(threadgroup_position_in_grid.x);
+const int head = int(threadgroup_position_in_grid.y);
+const int q_heads = int(threadgroups_per_grid.y);
+const int item = rows[row * 8 + 6];
+const int items = rows[row * 8 + 7];
+const device float2* found = (const device float2*)tops;
+const device float2* partial_pairs = (const device float2*)partial;
+
+float largest = -1e30f;
+if (SINKS) largest = float(sinks[head]);
+for (int i = lane; i < items; i += 32)
+  largest = metal::max(largest, found[long(item + i) * q_heads + head].x);
+largest = simd_max(largest);
+
+float total = 0.0f;
+if (SINKS) total = metal::precise::exp(float(sinks[head]) - largest);
+float2 value[PAIRS];
+for (int i = 0; i < PAIRS; i++) value[i] = float2(0.0f);
+for (int first = 0; first < items; first += 32) {
+  const int mine = first + lane;
+  float share = 0.0f;
+  float sum = 0.0f;
+  if (mine < items) {
+    const float2 top = found[long(item + mine) * q_heads + head];
+    share = metal::precise::exp(top.x - largest);
+    sum = top.y;
+  }
+  const int count = metal::min(32, items - first);
+  for (int j = 0; j < count; j++) {
+    const float share_j = simd_shuffle(share, ushort(j));
+    total += share_j * simd_shuffle(sum, ushort(j));
+    const long at = (long(item + first + j) * q_heads + head) * WORDS;
+    for (int i = 0; i < PAIRS; i++)
+      if (lane + i * 32 < WORDS) value[i] += share_j * partial_pairs[at + lane + i * 32];
+  }
+}
+
+const long out_at = (long(row) * q_heads + head) * D;
+for (int i = 0; i < PAIRS; i++) {
+  const int c = (lane + i * 32) * 2;
+  if (c < D) {
+    out[out_at + c] = T(value[i].x / total);
+    out[out_at + c + 1] = T(value[i].y / total);
+  }
+}
