@@ -1,7 +1,8 @@
 """Matmul against a weight in whatever form this device computes with best.
 
 A weight `[N, K]` is prepared once, at load: on a Mac it stays an array or as MLX packs it; on Linux
-it becomes panels for the native kernels; without those, a float32 array.
+it becomes panels for the native kernels; without those, a float32 array. So is a stack `[E, N, K]`,
+which `gathered.gathered_matmul` computes with.
 """
 
 from collections.abc import Sequence
@@ -20,13 +21,13 @@ AFFINE_GROUPS = (32, 64, 128)
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PanelWeight:
-    """A matrix `[N, K]` in the layout of the native kernels (kernels/cpu/panels.h).
+    """A matrix `[N, K]`, or a stack `[E, N, K]`, in the native kernels' layout (cpu/panels.h).
 
     handle: their own object, which holds the memory.
     """
 
     handle: Any
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
     @property
     def data(self) -> mx.array:
@@ -91,8 +92,11 @@ def form() -> Form:
 
 
 def prepare(weight: mx.array | PackedWeight, dtype: mx.Dtype) -> Weight:
-    """The form of a weight that this device computes with. dtype: of activations."""
-    native = registry.native("matmul")
+    """The form of a weight that this device computes with. dtype: of activations.
+
+    weight: `[N, K]` for `matmul`, or `[E, N, K]` for `gathered_matmul`.
+    """
+    native = registry.native("gathered" if len(weight.shape) == 3 else "matmul")
     if native is not None and (panels := to_panels(native, weight)) is not None:
         return panels
     if isinstance(weight, PackedWeight) and form() != "packed":
@@ -116,9 +120,9 @@ def to_panels(native: Any, weight: mx.array | PackedWeight) -> PanelWeight | Non
     """A weight for the native kernels; None for groups that they don't have."""
     if isinstance(weight, mx.array):
         dense = native.pack(weight, None, None, DENSE_CODECS[weight.dtype], 0)
-        return PanelWeight(dense, (weight.shape[0], weight.shape[1]))
+        return PanelWeight(dense, weight.shape)
     affine = weight.mode == "affine"
-    if weight.shape[1] % 32 or (affine and weight.group_size not in AFFINE_GROUPS):
+    if weight.shape[-1] % 32 or (affine and weight.group_size not in AFFINE_GROUPS):
         return None
     codec = f"q{weight.bits}" if affine else weight.mode
     scales, biases = weight.scales, weight.biases
@@ -154,6 +158,8 @@ def _centred(weight: PackedWeight) -> bool:
 
 
 def _reference(x: mx.array, weight: mx.array | PackedWeight, bias: mx.array | None) -> mx.array:
+    if len(weight.shape) != 2:
+        raise ValueError(f"matmul: weight is {list(weight.shape)}, expected [N, K]")
     y = quantized_matmul(x, weight) if isinstance(weight, PackedWeight) else x @ weight.T
     return y if bias is None else y + bias
 

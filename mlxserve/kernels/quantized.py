@@ -12,10 +12,10 @@ import mlx.core as mx
 
 @dataclass(frozen=True, eq=False, slots=True)
 class PackedWeight:
-    """A quantised matrix `[N, K]`.
+    """A quantised matrix `[N, K]`, or a stack of them `[E, N, K]`.
 
-    weight: uint32 `[N, K * bits / 32]`; scales: `[N, K / group_size]`; biases: like scales, None
-    where the mode has none (mxfp4, mxfp8, nvfp4).
+    weight: uint32 `[.., N, K * bits / 32]`; scales: `[.., N, K / group_size]`; biases: like scales,
+    None where the mode has none (mxfp4, mxfp8, nvfp4).
     """
 
     weight: mx.array
@@ -26,9 +26,9 @@ class PackedWeight:
     mode: str = "affine"
 
     @property
-    def shape(self) -> tuple[int, int]:
-        n, words = self.weight.shape
-        return n, words * 32 // self.bits
+    def shape(self) -> tuple[int, ...]:
+        *leading, words = self.weight.shape
+        return *leading, words * 32 // self.bits
 
 
 def quantized_matmul(x: mx.array, packed: PackedWeight) -> mx.array:
@@ -36,8 +36,8 @@ def quantized_matmul(x: mx.array, packed: PackedWeight) -> mx.array:
 
     x: `[T, K]`, floating. Returns `[T, N]` in x's dtype. Raises ValueError if K differs.
     """
-    if x.shape[-1] != packed.shape[1]:
-        raise ValueError(f"x has K={x.shape[-1]}, the weight has K={packed.shape[1]}")
+    if x.shape[-1] != packed.shape[-1]:
+        raise ValueError(f"x has K={x.shape[-1]}, the weight has K={packed.shape[-1]}")
     return mx.quantized_matmul(
         x,
         packed.weight,
@@ -51,7 +51,7 @@ def quantized_matmul(x: mx.array, packed: PackedWeight) -> mx.array:
 
 
 def dequantize(packed: PackedWeight, dtype: mx.Dtype) -> mx.array:
-    """The matrix as `[N, K]` in `dtype`; scales are widened first, so that float32 is exact."""
+    """`[N, K]` or `[E, N, K]` in `dtype`; scales are widened first, so that float32 is exact."""
     affine = packed.biases is not None
     return mx.dequantize(
         packed.weight,

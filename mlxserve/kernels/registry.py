@@ -24,6 +24,7 @@ OPS = {
     "attention": "mlxserve.kernels.attention",
     "append": "mlxserve.kernels.append",
     "matmul": "mlxserve.kernels.matmul",
+    "gathered": "mlxserve.kernels.gathered",
     "norm": "mlxserve.kernels.norm",
     "rope": "mlxserve.kernels.rope",
     "gated": "mlxserve.kernels.gates",

@@ -227,8 +227,8 @@ def test_what_does_not_fit_is_refused():
         native.pack(raw.weight, raw.scales, raw.biases.astype(mx.float32), "q4", 32)
     with pytest.raises(ValueError, match="weight is float32, expected uint32"):
         native.pack(mx.zeros((32, 16)), raw.scales, raw.biases, "q4", 32)
-    with pytest.raises(ValueError, match=r"weight has shape .*, expected 2 dimensions"):
-        native.pack(raw.weight[None], raw.scales, raw.biases, "q4", 32)
+    with pytest.raises(ValueError, match=r"weight has shape .*, expected 2 or 3 dimensions"):
+        native.pack(raw.weight[0], raw.scales, raw.biases, "q4", 32)
     with pytest.raises(ValueError, match="a weight is None"):
         native.matmul(x, [None], [None], None)
     with pytest.raises(ValueError, match="K=67108865 is too large"):  # a panel of 4 GiB and more

@@ -22,9 +22,17 @@ struct Matmul {
   WholeRows whole;    // x again, in the weight's groups, where the weight is made of whole numbers
   Panels w;           // [N, K]
   const float* bias;  // [N] or null
-  const float* add;   // [M, N] or null
+  const float* add;   // like out, or null
   float* out;         // [M, N]
   int64_t m;
+  const int32_t* out_rows;  // [M]: the row of out that each row of x becomes; null: the same
+};
+
+// Which matrix of a stack [E, N, K] each row of a gathered matmul is multiplied with.
+struct Choices {
+  const int32_t* ids;  // [rows]
+  int64_t rows, experts;
+  int64_t rows_per_x;  // so many neighbours share a row of x
 };
 
 // out = x / rms(x) * weight + add.
@@ -106,9 +114,8 @@ struct Kernels {
   // Panels begin .. end of rows row_begin .. row_end.
   void (*matmul)(const Matmul&, int64_t panel_begin, int64_t panel_end, int64_t row_begin,
                  int64_t row_end);
-  // Rows begin .. end of x [M, K]; group: a multiple of 16.
-  void (*to_whole)(const float* x, int64_t k, int group, const WholeRows& out, int64_t begin,
-                   int64_t end);
+  // x [K] to a row of out; group: a multiple of 16.
+  void (*to_whole)(const float* x, int64_t k, int group, const WholeRows& out, int64_t row);
   // Rows begin .. end.
   void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);
   void (*layer_norm)(const LayerNorm&, int64_t begin, int64_t end);
@@ -136,6 +143,12 @@ extern const Kernels kernels_avx512, kernels_avx2, kernels_portable;
 
 // All rows; see attention.cpp.
 void run_attention(const Attention&, int n_rows);
+
+// Several weights of one K with the same x [M, K]; see matmul.cpp.
+void run_matmul(const Matmul* jobs, int n_jobs);
+// The same for stacks of weights: w is the first matrix of its stack, bias [E, N], out [rows, N]; m
+// and out_rows are found from the choices. Rows whose expert doesn't exist are filled with NaN.
+void run_gathered_matmul(const Matmul* jobs, int n_jobs, const Choices&);
 
 // The best level that this processor has, or the one that set_level chose.
 const Kernels& kernels();

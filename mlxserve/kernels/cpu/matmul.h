@@ -22,7 +22,8 @@ constexpr int ROW_BLOCK = 128;  // rows of x that share an unpacked block
 constexpr int AHEAD = 1024;     // bytes to prefetch ahead of a stream of weights
 
 static inline void write_row(const Matmul& a, int64_t panel, int64_t row, vf sums) {
-  const int64_t first = panel * PANEL, at = row * a.w.n + first;
+  const int64_t first = panel * PANEL;
+  const int64_t at = (a.out_rows ? a.out_rows[row] : row) * a.w.n + first;
   if (a.w.n - first >= PANEL) {
     if (a.bias) sums = vadd(sums, vload(a.bias + first));
     if (a.add) sums = vadd(sums, vload(a.add + at));
@@ -229,22 +230,20 @@ static void whole_panel(const Matmul& a, int64_t panel, int64_t row, int rows) {
 }
 
 // Rounds x to 16 bits per group.
-static void to_whole(const float* x, int64_t k, int group, const WholeRows& out, int64_t begin,
-                     int64_t end) {
+static void to_whole(const float* x, int64_t k, int group, const WholeRows& out, int64_t row) {
   const int64_t groups = k / group;
-  for (int64_t i = begin * groups; i < end * groups; i++) {
-    const float* values = x + i * group;
+  for (int64_t i = row * groups; i < (row + 1) * groups; i++, x += group) {
     // As integers, so that infinity and NaN count as the largest and spoil the result as they
     // should.
     vi largest = iset(0);
     for (int j = 0; j < group; j += PANEL)
-      largest = imax(largest, iand(ibits(vload(values + j)), iset(0x7fffffff)));
+      largest = imax(largest, iand(ibits(vload(x + j)), iset(0x7fffffff)));
     const float peak = vmaxall_bits(largest);
     const bool nothing = peak < 1e-33f;  // its inverse would be infinite
     const vf inverse = vset(nothing ? 0.0f : 32767.0f / peak);
     vi sum = iset(0);
     for (int j = 0; j < group; j += PANEL) {
-      const vi q = vtoint(vmul(vload(values + j), inverse));
+      const vi q = vtoint(vmul(vload(x + j), inverse));
       istore_i16(out.q + i * group + j, q);
       sum = iadd(sum, q);
     }

@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <map>
 
@@ -11,10 +10,6 @@ using namespace nb::literals;
 
 namespace mlxserve {
 namespace {
-
-// Work below this many multiply-adds isn't worth waking a thread for.
-constexpr int64_t SMALL = 1 << 15;
-constexpr int64_t ROWS_TOGETHER = 128;
 
 const std::map<std::string, Codec> CODECS = {
     {"f32", Codec::f32}, {"f16", Codec::f16},     {"bf16", Codec::bf16},   {"q2", Codec::q2},
@@ -52,20 +47,30 @@ void check_group(const char* op, const Panels& p) {
     refuse(op, "K=" + std::to_string(p.k) + " isn't a multiple of the group " + std::to_string(g));
 }
 
-// One weight in panels; data: uint8 [panels, bytes of a panel]. Checked when made.
+void require_2_or_3_dimensions(const char* op, const char* argument, const mx::array& a) {
+  if (a.ndim() != 2 && a.ndim() != 3)
+    refuse(op, std::string(argument) + " has shape " + text(a.shape()) +
+                   ", expected 2 or 3 dimensions");
+}
+
+// A weight in panels, or a stack of weights one after the other, each in panels of its own. data:
+// uint8 [panels, bytes of a panel]. Checked when made.
 struct PanelWeight {
   mx::array data;
-  Panels panels;
+  Panels panels;  // of one matrix
+  int experts;    // matrices in the stack; 0: it is no stack
 };
 
-// weight: as RowMajor says. scales: None for dense weights; biases: None where they aren't stored.
+// weight: as RowMajor says, or a stack [E, N, K] of these. scales: None for dense weights; biases:
+// None where they aren't stored.
 PanelWeight pack(const mx::array& weight, const std::optional<mx::array>& scales,
                  const std::optional<mx::array>& biases, const std::string& codec, int group) {
   const char* op = "pack";
-  require_ndim(op, "weight", weight, 2);
-  Panels p{nullptr, weight.shape(0), weight.shape(1), codec_of(op, codec), group, Number::f32,
+  require_2_or_3_dimensions(op, "weight", weight);
+  if (!weight.size()) refuse(op, "weight is empty: " + text(weight.shape()));
+  const int experts = weight.ndim() == 3 ? weight.shape(0) : 0;
+  Panels p{nullptr, weight.shape(-2), weight.shape(-1), codec_of(op, codec), group, Number::f32,
            false};
-  if (!p.n || !p.k) refuse(op, "weight is empty: " + text(weight.shape()));
   std::vector<mx::array> inputs = {weight};
   if (is_dense(p.codec)) {
     require_dtype(op, "weight", weight, dense_dtype(p.codec));
@@ -75,7 +80,8 @@ PanelWeight pack(const mx::array& weight, const std::optional<mx::array>& scales
     p.k = p.k * 32 / bits_of(p.codec);
     check_group(op, p);
     if (!scales) refuse(op, "a quantised weight needs scales");
-    const mx::Shape expected{weight.shape(0), static_cast<int>(p.k / group)};
+    mx::Shape expected = weight.shape();
+    expected.back() = static_cast<int>(p.k / group);
     p.scales = number_of(op, p.codec, *scales);
     require_shape(op, "scales", *scales, expected);
     inputs.push_back(*scales);
@@ -89,94 +95,94 @@ PanelWeight pack(const mx::array& weight, const std::optional<mx::array>& scales
   }
   if (p.panel_bytes() > std::numeric_limits<int>::max())
     refuse(op, "K=" + std::to_string(p.k) + " is too large");
-  const mx::Shape shape{static_cast<int>(p.panels()), static_cast<int>(p.panel_bytes())};
-  auto data = lazy(op, inputs, {{shape, mx::uint8}}, [p](const Inputs& in, const Outputs& out) {
-    const auto at = [&](size_t i) {
-      return i < in.size() ? static_cast<const uint8_t*>(in[i]) : nullptr;
+  const int64_t matrices = std::max(experts, 1), panels = matrices * p.panels();
+  if (panels > std::numeric_limits<int>::max())
+    refuse(op, text(weight.shape()) + " has too many rows");
+  std::vector<size_t> matrix_bytes;  // of each input
+  for (const auto& input : inputs) matrix_bytes.push_back(input.nbytes() / matrices);
+  const mx::Shape shape{static_cast<int>(panels), static_cast<int>(p.panel_bytes())};
+  const auto work = [=](const Inputs& in, const Outputs& out) {
+    const auto at = [&](size_t i, int64_t matrix) {
+      if (i >= in.size()) return static_cast<const uint8_t*>(nullptr);
+      return static_cast<const uint8_t*>(in[i]) + matrix * matrix_bytes[i];
     };
-    const RowMajor from{at(0), at(1), at(2)};
-    parallel_for(p.panels(), 4, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; i++)
-        pack_panel(p, from, i, static_cast<uint8_t*>(out[0]) + i * p.panel_bytes());
+    parallel_for(panels, 4, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; i++) {
+        const int64_t matrix = i / p.panels();
+        const RowMajor from{at(0, matrix), at(1, matrix), at(2, matrix)};
+        pack_panel(p, from, i % p.panels(), static_cast<uint8_t*>(out[0]) + i * p.panel_bytes());
+      }
     });
-  })[0];
-  return {data, p};
+  };
+  return {lazy(op, inputs, {{shape, mx::uint8}}, work)[0], p, experts};
 }
 
-// x in whole numbers, for each size of group that the weights have. The memory is the stream
-// thread's own and kept: as large as the largest step needs.
-class WholeX {
+size_t add_input(std::vector<mx::array>& inputs, const mx::array& a) {
+  inputs.push_back(a);
+  return inputs.size() - 1;
+}
+
+// One x against several weights: all that is known before it runs.
+class Product {
  public:
-  void prepare(std::vector<Matmul>& jobs) {
-    size_t bytes = 0;
-    for (size_t i = 0; i < jobs.size(); i++)
-      if (first_of(jobs, i) == i) bytes += bytes_for(jobs[i]);
-    if (memory_.size() < bytes) memory_.resize(bytes);
-    char* at = memory_.data();
-    for (size_t i = 0; i < jobs.size(); i++) {
-      if (!is_whole(jobs[i].w.codec)) continue;
-      const size_t first = first_of(jobs, i);
-      if (first == i) at = convert(jobs[i], at);
-      else jobs[i].whole = jobs[first].whole;
+  // x float32 [..., K], in `rows` rows of the results. weights, biases: stacks [E, N, K] and
+  // [E, N], or single [N, K] and [N]. inputs: x is the first; weights and biases are added.
+  Product(const char* op, std::vector<mx::array>& inputs, int64_t rows,
+          const std::vector<const PanelWeight*>& weights,
+          const std::vector<std::optional<mx::array>>& biases, bool stacked)
+      : bias_at_(weights.size(), 0) {
+    if (weights.empty() || biases.size() != weights.size())
+      refuse(op, "needs weights, and a bias or None for each");
+    const int64_t k = inputs[0].shape(-1);
+    require_dtype(op, "x", inputs[0], mx::float32);
+    for (size_t i = 0; i < weights.size(); i++) {
+      if (!weights[i]) refuse(op, "a weight is None");
+      const auto& [data, panels, experts] = *weights[i];
+      if (stacked != (experts > 0))
+        refuse(op, stacked ? "a weight is a single matrix, expected a stack of them"
+                           : "a weight is a stack of matrices, expected a single one");
+      if (experts != weights[0]->experts)
+        refuse(op, "a weight has E=" + std::to_string(experts) +
+                       ", another has E=" + std::to_string(weights[0]->experts));
+      if (panels.k != k)
+        refuse(op,
+               "x has K=" + std::to_string(k) + ", the weight has K=" + std::to_string(panels.k));
+      jobs_.push_back({nullptr, {}, panels, nullptr, nullptr, nullptr, rows, nullptr});
+      weight_at_.push_back(add_input(inputs, data));
+      if (!biases[i]) continue;
+      const int n = static_cast<int>(panels.n);
+      require_dtype(op, "bias", *biases[i], mx::float32);
+      require_shape(op, "bias", *biases[i], stacked ? mx::Shape{experts, n} : mx::Shape{n});
+      bias_at_[i] = add_input(inputs, *biases[i]);
     }
+  }
+
+  // A result per weight: [..., N].
+  std::vector<OutputSpec> outputs(const mx::Shape& leading) const {
+    std::vector<OutputSpec> specs;
+    for (const auto& job : jobs_) {
+      specs.push_back({leading, mx::float32});
+      specs.back().shape.push_back(static_cast<int>(job.w.n));
+    }
+    return specs;
+  }
+
+  // The matmuls, with everything in its place.
+  std::vector<Matmul> jobs(const Inputs& in, const Outputs& out) const {
+    std::vector<Matmul> ready = jobs_;
+    for (size_t i = 0; i < ready.size(); i++) {
+      ready[i].x = static_cast<const float*>(in[0]);
+      ready[i].w.data = static_cast<const uint8_t*>(in[weight_at_[i]]);
+      ready[i].bias = bias_at_[i] ? static_cast<const float*>(in[bias_at_[i]]) : nullptr;
+      ready[i].out = static_cast<float*>(out[i]);
+    }
+    return ready;
   }
 
  private:
-  // The first job that has the same groups.
-  static size_t first_of(const std::vector<Matmul>& jobs, size_t i) {
-    for (size_t j = 0; j < i; j++)
-      if (is_whole(jobs[j].w.codec) && jobs[j].w.group == jobs[i].w.group) return j;
-    return i;
-  }
-
-  static size_t bytes_for(const Matmul& job) {
-    return is_whole(job.w.codec) ? job.m * job.w.k * 2 + job.m * job.w.k / job.w.group * 12 : 0;
-  }
-
-  static char* convert(Matmul& job, char* at) {
-    const int64_t values = job.m * job.w.k, groups = values / job.w.group;
-    job.whole.scales = reinterpret_cast<float*>(at);
-    job.whole.sums = reinterpret_cast<int32_t*>(at + groups * 4);
-    job.whole.totals = reinterpret_cast<float*>(at + groups * 8);
-    job.whole.q = reinterpret_cast<int16_t*>(at + groups * 12);
-    parallel_for(job.m, std::max<int64_t>(1, SMALL / job.w.k), [&job](int64_t begin, int64_t end) {
-      kernels().to_whole(job.x, job.w.k, job.w.group, job.whole, begin, end);
-    });
-    return at + bytes_for(job);
-  }
-
-  std::vector<char> memory_;
+  std::vector<Matmul> jobs_;
+  std::vector<size_t> weight_at_, bias_at_;  // which input; bias: 0 where there is none
 };
-
-// All panels of all weights, as one list of items for the threads: (a few panels, a block of rows).
-void run(std::vector<Matmul>& jobs) {
-  const int64_t rows = jobs[0].m, blocks = (rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER;
-  if (!rows) return;
-  static thread_local WholeX whole;
-  whole.prepare(jobs);
-  int64_t panels = 0, work = 0;
-  for (const auto& job : jobs) {
-    panels += job.w.panels();
-    work += job.w.n * job.w.k * rows;
-  }
-  // Four panels at a time is what one row runs best with.
-  const int64_t share = panels / (threads() * 4) / 4 * 4;
-  const int64_t grain = work < SMALL ? panels : rows == 1 ? std::max<int64_t>(share, 4) : 1;
-  parallel_for((panels + grain - 1) / grain * blocks, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; item++) {
-      const int64_t row = item % blocks * ROWS_TOGETHER,
-                    row_end = std::min(rows, row + ROWS_TOGETHER);
-      int64_t first = item / blocks * grain, last = std::min(panels, first + grain);
-      for (const auto& job : jobs) {
-        const int64_t count = job.w.panels(), stop = std::min(last, count);
-        if (first < stop) kernels().matmul(job, first, stop, row, row_end);
-        first = std::max<int64_t>(first - count, 0);
-        last -= count;
-        if (last <= 0) break;
-      }
-    }
-  });
-}
 
 // x [T, K] float32 -> for each weight [T, N], + its bias, + add (only with one weight).
 std::vector<mx::array> matmul(const mx::array& x, const std::vector<const PanelWeight*>& weights,
@@ -184,50 +190,47 @@ std::vector<mx::array> matmul(const mx::array& x, const std::vector<const PanelW
                               const std::optional<mx::array>& add) {
   const char* op = "matmul";
   require_ndim(op, "x", x, 2);
-  require_dtype(op, "x", x, mx::float32);
-  if (weights.empty() || biases.size() != weights.size())
-    refuse(op, "needs weights, and a bias or None for each");
   if (add && weights.size() != 1) refuse(op, "`add` goes with a single weight");
-  const int rows = x.shape(0);
   std::vector<mx::array> inputs = {x};
-  std::vector<OutputSpec> outputs;
-  std::vector<Matmul> jobs;
-  for (const PanelWeight* w : weights) {
-    if (!w) refuse(op, "a weight is None");
-    const Panels& p = w->panels;
-    if (p.k != x.shape(1))
-      refuse(op,
-             "x has K=" + std::to_string(x.shape(1)) + ", the weight has K=" + std::to_string(p.k));
-    jobs.push_back({nullptr, {}, p, nullptr, nullptr, nullptr, rows});
-    inputs.push_back(w->data);
-    outputs.push_back({{rows, static_cast<int>(p.n)}, mx::float32});
-  }
-  std::vector<size_t> bias_at(weights.size(), 0);
-  for (size_t i = 0; i < weights.size(); i++) {
-    if (!biases[i]) continue;
-    require_dtype(op, "bias", *biases[i], mx::float32);
-    require_shape(op, "bias", *biases[i], {static_cast<int>(jobs[i].w.n)});
-    bias_at[i] = inputs.size();
-    inputs.push_back(*biases[i]);
-  }
+  const Product product(op, inputs, x.shape(0), weights, biases, false);
+  const auto outputs = product.outputs({x.shape(0)});
   if (add) {
     require_dtype(op, "add", *add, mx::float32);
     require_shape(op, "add", *add, outputs[0].shape);
-    inputs.push_back(*add);
   }
-  const bool adds = add.has_value();
-  return lazy(op, inputs, outputs, [jobs, bias_at, adds](const Inputs& in, const Outputs& out) {
-    std::vector<Matmul> ready = jobs;
-    const auto floats = [&](size_t i) { return static_cast<const float*>(in[i]); };
-    for (size_t i = 0; i < ready.size(); i++) {
-      ready[i].x = floats(0);
-      ready[i].w.data = static_cast<const uint8_t*>(in[1 + i]);
-      ready[i].bias = bias_at[i] ? floats(bias_at[i]) : nullptr;
-      ready[i].add = adds ? floats(in.size() - 1) : nullptr;
-      ready[i].out = static_cast<float*>(out[i]);
-    }
-    run(ready);
+  const size_t add_at = add ? add_input(inputs, *add) : 0;
+  return lazy(op, inputs, outputs, [product, add_at](const Inputs& in, const Outputs& out) {
+    auto jobs = product.jobs(in, out);
+    if (add_at) jobs[0].add = static_cast<const float*>(in[add_at]);
+    run_matmul(jobs.data(), static_cast<int>(jobs.size()));
   });
+}
+
+// x [T, K] or [T, A, K] float32, experts [T, A] int32 -> for each stack of weights [T, A, N]: the
+// row of x times the expert's matrix, + its row of bias [E, N]; NaN where there is no such expert.
+std::vector<mx::array> gathered_matmul(const mx::array& x,
+                                       const std::vector<const PanelWeight*>& weights,
+                                       const mx::array& experts,
+                                       const std::vector<std::optional<mx::array>>& biases) {
+  const char* op = "gathered_matmul";
+  require_ndim(op, "experts", experts, 2);
+  require_dtype(op, "experts", experts, mx::int32);
+  const int tokens = experts.shape(0), chosen = experts.shape(1);
+  require_2_or_3_dimensions(op, "x", x);
+  const int k = x.shape(-1);
+  require_shape(op, "x", x, x.ndim() == 2 ? mx::Shape{tokens, k} : mx::Shape{tokens, chosen, k});
+  const int64_t rows = static_cast<int64_t>(tokens) * chosen;
+  if (rows > std::numeric_limits<int>::max())
+    refuse(op, "experts is " + text(experts.shape()) + ": too many");
+  std::vector<mx::array> inputs = {x, experts};
+  const Product product(op, inputs, rows, weights, biases, true);
+  const int stack = weights[0]->experts, rows_per_x = x.ndim() == 2 ? chosen : 1;
+  const auto work = [=](const Inputs& in, const Outputs& out) {
+    const auto jobs = product.jobs(in, out);
+    const Choices choices{static_cast<const int32_t*>(in[1]), rows, stack, rows_per_x};
+    run_gathered_matmul(jobs.data(), static_cast<int>(jobs.size()), choices);
+  };
+  return lazy(op, inputs, product.outputs({tokens, chosen}), work);
 }
 
 // Rows ids [T] int32 of a weight, times scale, as float32 [T, K]; an id outside it gives a row of
@@ -236,6 +239,7 @@ mx::array rows(const PanelWeight& weight, const mx::array& ids, float scale) {
   const char* op = "rows";
   require_ndim(op, "ids", ids, 1);
   require_dtype(op, "ids", ids, mx::int32);
+  if (weight.experts) refuse(op, "the weight is a stack of matrices, expected a single one");
   const Panels p = weight.panels;
   const int count = ids.shape(0);
   const mx::Shape shape{count, static_cast<int>(p.k)};
@@ -262,6 +266,7 @@ void bind_matmul(nb::module_& m) {
   nb::class_<PanelWeight>(m, "PanelWeight").def_ro("data", &PanelWeight::data);
   m.def("pack", &pack, "weight"_a, "scales"_a.none(), "biases"_a.none(), "codec"_a, "group"_a);
   m.def("matmul", &matmul, "x"_a, "weights"_a, "biases"_a, "add"_a.none());
+  m.def("gathered_matmul", &gathered_matmul, "x"_a, "weights"_a, "experts"_a, "biases"_a);
   m.def("rows", &rows, "weight"_a, "ids"_a, "scale"_a = 1.0f);
 }
 
