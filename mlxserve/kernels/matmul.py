@@ -172,6 +172,7 @@ def _native(
 ) -> list[mx.array]:
     native: Any = registry.native("matmul")
     handles = [weight.handle for weight in weights]
+    biases = [None if bias is None else bias.astype(mx.float32) for bias in biases]
     if x.ndim == 2 and x.dtype == mx.float32:
         return native.matmul(x, handles, biases, add)
     flat = x.reshape(-1, x.shape[-1]).astype(mx.float32)

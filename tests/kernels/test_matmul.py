@@ -162,6 +162,10 @@ def test_other_types_and_more_dimensions():
     half = matmul(x.astype(mx.float16), weight)
     assert half.dtype == mx.float16
     np.testing.assert_allclose(np.array(half), np.array(out), rtol=2e-3, atol=2e-2)
+    bias = numbers(32).astype(mx.bfloat16)
+    np.testing.assert_array_equal(
+        np.array(matmul(x, weight, bias) - bias), np.array(out + bias - bias)
+    )
 
 
 def test_nothing_in_nothing_out():
