@@ -285,10 +285,12 @@ def test_in_a_recorded_program_experts_are_chosen_anew():
         return [first, second]
 
     x, experts = numbers(3, 64), chosen(3, 2, 4)
-    program = registry.native("matmul").record([x, experts], two_layers(x, experts))
+    kernels = registry.native("matmul")
+    program = kernels.record([x, experts], [], two_layers(x, experts), [])
     for seed in (1, 2):
         x, experts = numbers(3, 64, seed=seed), chosen(3, 2, 5, seed=seed)  # 4 doesn't exist
-        for got, want in zip(program.run([x, experts]), two_layers(x, experts), strict=True):
+        outs = program.run([x, experts], kernels.State([]))
+        for got, want in zip(outs, two_layers(x, experts), strict=True):
             np.testing.assert_array_equal(np.array(got), np.array(want))
 
 
