@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxserve.kernels.metal.launch import Runner
+from mlxserve.kernels.metal.paged_attention import DecodePlan, decode_attention
 from mlxserve.kernels.registry import check_close, native
 
 PAGE_TOKENS = 64  # cache.spec's, which this package may not import
@@ -29,6 +31,7 @@ class PagedRows:
         self.table = np.ascontiguousarray(table, np.int32)
         self.pages = np.ascontiguousarray(pages, np.int32)
         self._handle: Any = None
+        self._plans: dict[int | None, DecodePlan] = {}
 
     @cached_property
     def arrays(self) -> tuple[mx.array, mx.array]:
@@ -40,6 +43,13 @@ class PagedRows:
         if self._handle is None:
             self._handle = kernels.PagedRows(self.table, self.pages)
         return self._handle
+
+    def decode_plan(self, window: int | None) -> DecodePlan:
+        """The Metal kernel's form of the rows of one token."""
+        if window not in self._plans:
+            single = self.table[self.table[:, 1] == 1]
+            self._plans[window] = DecodePlan(single, self.pages, window)
+        return self._plans[window]
 
     @cached_property
     def rows(self) -> list["RowPages"]:
@@ -121,6 +131,34 @@ def _native(
     return out if wide is q else out.astype(q.dtype)
 
 
+def _metal(
+    run: Runner,
+    q: mx.array,
+    hot: tuple[mx.array, mx.array],
+    pool: tuple[mx.array, mx.array],
+    rows: PagedRows,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+    softcap: float | None,
+) -> mx.array:
+    """Rows of one token by the kernel, longer ones by the reference."""
+    single = rows.table[:, 1] == 1
+    outs, tokens = [], []
+    if single.any():
+        plan, cache = rows.decode_plan(window), (q, hot, pool)
+        outs.append(
+            decode_attention(*cache, plan, scale=scale, sinks=sinks, softcap=softcap, run=run)
+        )
+        tokens.append(rows.table[single, 0])
+    for row in (row for row in rows.rows if row.n > 1):
+        outs.append(_row(q, hot, pool, row, scale, window, sinks, softcap))
+        tokens.append(np.arange(row.first, row.first + row.n))
+    order = np.argsort(np.concatenate(tokens), kind="stable")
+    out = outs[0] if len(outs) == 1 else mx.concatenate(outs)
+    return out if (np.diff(order) == 1).all() else out[mx.array(order)]
+
+
 def _reference(
     q: mx.array,
     hot: tuple[mx.array, mx.array],
@@ -137,23 +175,35 @@ def _reference(
     covered = int(rows.table[:, 1].sum())
     if covered != q.shape[0]:
         raise ValueError(f"rows cover {covered} tokens, q has {q.shape[0]}")
-    outs = []
-    for row in rows.rows:
-        low = row.base if window is None else max(row.base, row.start - window + 1)
-        k, v = (
-            _gather(hot_kv, pool_kv, row)[:, low - row.base : row.start + row.n - row.base]
-            for hot_kv, pool_kv in zip(hot, pool, strict=True)
-        )
-        rows_q = q[row.first : row.first + row.n].swapaxes(0, 1)
-        mask = _mask(row, low, window)
-        if softcap is None:
-            out = mx.fast.scaled_dot_product_attention(
-                rows_q[None], k[None], v[None], scale=scale, mask=mask, sinks=sinks
-            )[0]
-        else:
-            out = _softcapped(rows_q, k, v, scale, softcap, mask, sinks)
-        outs.append(out.swapaxes(0, 1))
+    outs = [_row(q, hot, pool, row, scale, window, sinks, softcap) for row in rows.rows]
     return outs[0] if len(outs) == 1 else mx.concatenate(outs)
+
+
+def _row(
+    q: mx.array,
+    hot: tuple[mx.array, mx.array],
+    pool: tuple[mx.array, mx.array],
+    row: RowPages,
+    scale: float,
+    window: int | None,
+    sinks: mx.array | None,
+    softcap: float | None,
+) -> mx.array:
+    """One row: gathered, then MLX's own attention. Returns `[n, Hq, D]`."""
+    low = row.base if window is None else max(row.base, row.start - window + 1)
+    k, v = (
+        _gather(hot_kv, pool_kv, row)[:, low - row.base : row.start + row.n - row.base]
+        for hot_kv, pool_kv in zip(hot, pool, strict=True)
+    )
+    rows_q = q[row.first : row.first + row.n].swapaxes(0, 1)
+    mask = _mask(row, low, window)
+    if softcap is None:
+        out = mx.fast.scaled_dot_product_attention(
+            rows_q[None], k[None], v[None], scale=scale, mask=mask, sinks=sinks
+        )[0]
+    else:
+        out = _softcapped(rows_q, k, v, scale, softcap, mask, sinks)
+    return out.swapaxes(0, 1)
 
 
 def _gather(hot: mx.array, pool: mx.array, row: RowPages) -> mx.array:

@@ -1,4 +1,4 @@
-"""Metal kernels as plain values: what MLX compiles and runs on a Mac, and an emulator in the tests."""
+"""Metal kernels as plain values: MLX compiles and runs them on a Mac, in the tests an emulator."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

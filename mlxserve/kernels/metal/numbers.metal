@@ -1,3 +1,6 @@
+// Left to itself, the compiler may keep the arrays that such a loop goes through in memory.
+#define UNROLL _Pragma("clang loop unroll(full)")
+
 // Two 16-bit numbers out of a word.
 template <typename T>
 inline float2 unpack(uint word);

@@ -32,8 +32,8 @@ threadgroup float weights[NSG * H * TILE];
 threadgroup float2 found[NSG * H];
 
 const int lane = int(thread_index_in_simdgroup);
-const int simd = int(simdgroup_index_in_threadgroup);
-const int thread_id = simd * 32 + lane;
+const int simd_gid = int(simdgroup_index_in_threadgroup);
+const int thread_id = simd_gid * 32 + lane;
 const int item = int(threadgroup_position_in_grid.x);
 const int kv_head = int(threadgroup_position_in_grid.y) / (G / H);
 const int kv_heads = int(threadgroups_per_grid.y) / (G / H);
@@ -54,22 +54,22 @@ threadgroup float* queries_flat = (threadgroup float*)queries;
 for (int i = thread_id; i < H * D; i += NSG * 32) queries_flat[i] = float(q[q_at + i]) * how[0];
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-threadgroup uint4* tile = tiles + simd * TILE * LINE;
+threadgroup uint4* tile = tiles + simd_gid * TILE * LINE;
 const threadgroup uint* tile_words = (const threadgroup uint*)tile;
-threadgroup float* tile_weights = weights + simd * H * TILE;
+threadgroup float* tile_weights = weights + simd_gid * H * TILE;
 const int token = lane % TILE;
 const int part = lane / TILE;
 
 float top[H];
 float sum[H];
 float2 out[H][PAIRS];
-for (int h = 0; h < H; h++) {
+UNROLL for (int h = 0; h < H; h++) {
   top[h] = LOWEST;
   sum[h] = 0.0f;
-  for (int i = 0; i < PAIRS; i++) out[h][i] = float2(0.0f);
+  UNROLL for (int i = 0; i < PAIRS; i++) out[h][i] = float2(0.0f);
 }
 
-for (int t = simd; t < (page_end - page_begin) * TILES; t += NSG) {
+for (int t = simd_gid; t < (page_end - page_begin) * TILES; t += NSG) {
   const int page = page_begin + t / TILES;
   const int begin = metal::max(page * PAGE + t % TILES * TILE, low);
   const int end = metal::min(page * PAGE + t % TILES * TILE + TILE, position + 1);
@@ -89,19 +89,19 @@ for (int t = simd; t < (page_end - page_begin) * TILES; t += NSG) {
   simdgroup_barrier(mem_flags::mem_threadgroup);
 
   float score[H];
-  for (int h = 0; h < H; h++) score[h] = 0.0f;
+  UNROLL for (int h = 0; h < H; h++) score[h] = 0.0f;
   if (token < count) {
     for (int c = part * (VECTORS / PARTS); c < (part + 1) * (VECTORS / PARTS); c++) {
       const uint4 words = tile[token * LINE + c];
       const float4 a = float4(unpack<T>(words.x), unpack<T>(words.y));
       const float4 b = float4(unpack<T>(words.z), unpack<T>(words.w));
-      for (int h = 0; h < H; h++) {
+      UNROLL for (int h = 0; h < H; h++) {
         score[h] += metal::dot(a, queries[h * (D / 4) + c * 2]);
         score[h] += metal::dot(b, queries[h * (D / 4) + c * 2 + 1]);
       }
     }
   }
-  for (int h = 0; h < H; h++) {
+  UNROLL for (int h = 0; h < H; h++) {
     for (int over = TILE; over < 32; over *= 2) score[h] += simd_shuffle_xor(score[h], ushort(over));
     if (SOFTCAP) score[h] = how[1] * metal::precise::tanh(score[h] / how[1]);
     const float seen = token < count ? score[h] : LOWEST;
@@ -110,7 +110,7 @@ for (int t = simd; t < (page_end - page_begin) * TILES; t += NSG) {
     const float keep = metal::precise::exp(top[h] - now);
     sum[h] = sum[h] * keep + simd_sum(part == 0 ? weight : 0.0f);
     top[h] = now;
-    for (int i = 0; i < PAIRS; i++) out[h][i] *= keep;
+    UNROLL for (int i = 0; i < PAIRS; i++) out[h][i] *= keep;
     if (part == 0) tile_weights[h * TILE + token] = weight;
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
@@ -120,10 +120,10 @@ for (int t = simd; t < (page_end - page_begin) * TILES; t += NSG) {
   simdgroup_barrier(mem_flags::mem_threadgroup);
 
   for (int j = 0; j < count; j++) {
-    for (int i = 0; i < PAIRS; i++) {
+    UNROLL for (int i = 0; i < PAIRS; i++) {
       if (lane + i * 32 < WORDS) {
         const float2 value = unpack<T>(tile_words[j * LINE * 4 + lane + i * 32]);
-        for (int h = 0; h < H; h++) out[h][i] += tile_weights[h * TILE + j] * value;
+        UNROLL for (int h = 0; h < H; h++) out[h][i] += tile_weights[h * TILE + j] * value;
       }
     }
   }
@@ -131,9 +131,9 @@ for (int t = simd; t < (page_end - page_begin) * TILES; t += NSG) {
 }
 
 // Each simdgroup's tile now takes what it found.
-for (int h = 0; h < H; h++) {
-  if (lane == 0) found[simd * H + h] = float2(top[h], sum[h]);
-  for (int i = 0; i < PAIRS; i++)
+UNROLL for (int h = 0; h < H; h++) {
+  if (lane == 0) found[simd_gid * H + h] = float2(top[h], sum[h]);
+  UNROLL for (int i = 0; i < PAIRS; i++)
     if (lane + i * 32 < WORDS) ((threadgroup float2*)tile)[h * WORDS + lane + i * 32] = out[h][i];
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);

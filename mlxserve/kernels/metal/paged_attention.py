@@ -1,9 +1,9 @@
 """Decode attention on Metal: one new token per row over its pages, in two launches for all rows.
 
 The first launch gives each part of at most four pages to a threadgroup per KV head; the second
-merges a row's parts, oldest first. Parts begin at fixed positions, so what a row gets doesn't depend
-on its batch mates (online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; split along the
-context: Dao et al. 2023, "Flash-Decoding").
+merges a row's parts, oldest first. Parts begin at fixed positions, so what a row gets doesn't
+depend on its batch mates (online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; split
+along the context: Dao et al. 2023, "Flash-Decoding").
 
 Bytes it has to move, for a row that sees n tokens: n * Hk * D * 2 numbers of the cache once; per
 part and query head D + 2 float32 written and read again; the row's q and out.
@@ -167,4 +167,5 @@ MERGE = Kernel(
     ("partial", "tops", "rows", "sinks"),
     ("out",),
     _source("paged_attention_merge.metal"),
+    _source("numbers.metal"),
 )

@@ -24,7 +24,7 @@ largest = simd_max(largest);
 float total = 0.0f;
 if (SINKS) total = metal::precise::exp(float(sinks[head]) - largest);
 float2 value[PAIRS];
-for (int i = 0; i < PAIRS; i++) value[i] = float2(0.0f);
+UNROLL for (int i = 0; i < PAIRS; i++) value[i] = float2(0.0f);
 for (int first = 0; first < items; first += 32) {
   const int mine = first + lane;
   float share = 0.0f;
@@ -39,13 +39,13 @@ for (int first = 0; first < items; first += 32) {
     const float share_j = simd_shuffle(share, ushort(j));
     total += share_j * simd_shuffle(sum, ushort(j));
     const long at = (long(item + first + j) * q_heads + head) * WORDS;
-    for (int i = 0; i < PAIRS; i++)
+    UNROLL for (int i = 0; i < PAIRS; i++)
       if (lane + i * 32 < WORDS) value[i] += share_j * partial_pairs[at + lane + i * 32];
   }
 }
 
 const long out_at = (long(row) * q_heads + head) * D;
-for (int i = 0; i < PAIRS; i++) {
+UNROLL for (int i = 0; i < PAIRS; i++) {
   const int c = (lane + i * 32) * 2;
   if (c < D) {
     out[out_at + c] = T(value[i].x / total);
