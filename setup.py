@@ -40,8 +40,14 @@ FLAGS += [
 ]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-# On other processors those two files compile to plain C++, which is never chosen.
-LEVELS = {"level_avx2": AVX2, "level_avx512": AVX512} if platform.machine() == "x86_64" else {}
+# On other processors those files compile to plain C++, which is never chosen.
+LEVELS = {}
+if platform.machine() == "x86_64":
+    LEVELS = {
+        "level_avx2": AVX2,
+        "level_avx512": AVX512,
+        "level_avx512vnni": [*AVX512, "-mavx512vnni"],
+    }
 
 
 class BuildNative(build_ext):

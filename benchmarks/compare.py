@@ -47,17 +47,17 @@ from benchmarks.compare_setup import (
     ChildError,
     Model,
     Point,
-    cores,
     find_model,
     machine,
     measure,
     new_engine,
     prompts,
     random_ids,
-    read_bandwidth,
     read_file_s,
     weights,
 )
+from mlxserve.engine.footprint import measure_bandwidth
+from mlxserve.kernels.native import usable_cores
 
 CHILD = Path(__file__).with_name("compare_child.py")
 MODELS = ("smollm2-135m", "gemma3-270m")
@@ -100,7 +100,7 @@ FULL = Options(
     batch_context=64,
     steps=32,
     rounds=3,
-    threads=cores(),
+    threads=usable_cores(),
     timeout_s=1800,
 )
 QUICK: dict[str, Any] = {
@@ -199,7 +199,11 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     add("--batch-context", type=_count)
     add("--steps", type=_count, help="decode steps per measurement")
     add("--rounds", type=_count)
-    add("--threads", type=_count, help="of llama.cpp and the bandwidth probe (default: all cores)")
+    add(
+        "--threads",
+        type=_count,
+        help="of llama.cpp and the bandwidth probe (default: the cores it may use)",
+    )
     add("--timeout", type=_count, dest="timeout_s", help="seconds for one measurement")
     add("--json", type=_output, metavar="FILE")
     add("--markdown", type=_output, metavar="FILE", help="the report also goes to stdout")
@@ -338,7 +342,7 @@ def run_model(
             def say(text: str, head: str = head) -> None:
                 print(f"{head}: {text}", file=sys.stderr, flush=True)
 
-            results["machine"]["bandwidth"].append(read_bandwidth(options.threads))
+            results["machine"]["bandwidth"].append(measure_bandwidth(options.threads))
             result["read_s"].append(read_file_s(model.path))
             run_round(model, paths, result, options, number, say)
             save()

@@ -13,21 +13,17 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
 
-import numpy as np
-
 from benchmarks.compare_report import point_name
+from mlxserve.kernels.native import usable_cores
 
 LLAMA_FLAGS = "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"
 GET_MLX_LM = "pip install mlx-lm 'mlx[cpu]==0.32.4' in a venv, and give its --mlx-lm-python"
 
-PROBE_BYTES = 512 << 20
-PROBE_PASSES = 8
 GOODBYE_S = 20
 
 
@@ -340,20 +336,6 @@ def weights(model: Model, names: Sequence[str]) -> Iterator[dict[str, tuple[Path
         yield paths
 
 
-def read_bandwidth(threads: int, size_bytes: int = PROBE_BYTES) -> float:
-    """Bytes per second that all threads together read from memory: the fastest pass of several."""
-    memory = np.ones(size_bytes // 8, np.float64)
-    best_s = float("inf")
-    with ThreadPoolExecutor(threads) as pool:
-        for view in (memory, memory.view(np.int8)):
-            parts = np.array_split(view, threads)
-            for _ in range(PROBE_PASSES):
-                start = time.perf_counter()
-                list(pool.map(np.max, parts))
-                best_s = min(best_s, time.perf_counter() - start)
-    return memory.nbytes / best_s
-
-
 def read_file_s(path: Path) -> float:
     """Seconds to read a file that is in the page cache already."""
     buffer = bytearray(8 << 20)
@@ -365,13 +347,6 @@ def read_file_s(path: Path) -> float:
                 pass
         taken = time.perf_counter() - start
     return taken
-
-
-def cores() -> int:
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:
@@ -386,7 +361,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": facts["model name"],
         "features": [name for name in features if name in facts["flags"].split()],
-        "cores": cores(),
+        "cores": usable_cores(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }

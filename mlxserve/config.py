@@ -6,7 +6,8 @@ Environment:
     MLXSERVE_DEBUG: 1 prints the traceback of every error (default: off).
     MLXSERVE_KERNELS: for debugging, "reference" computes everything with MLX's own operations;
         "attention=reference,matmul=native" chooses op by op (default: see `mlxserve doctor`).
-    MLXSERVE_CPU_LEVEL: avx512, avx2 or portable, for the native CPU kernels (default: the best).
+    MLXSERVE_CPU_LEVEL: avx512vnni, avx512, avx2 or portable, for the native CPU kernels (default:
+        the best).
     MLXSERVE_CPU_THREADS: threads of the native CPU kernels (default: the cores it may use).
 
     HF_HUB_OFFLINE: 1 downloads nothing, from the Hub or elsewhere (default: off).
@@ -22,7 +23,7 @@ from pathlib import Path
 from mlxserve.errors import RequestError
 
 DEFAULT_MODEL = "smollm2-135m"
-CPU_LEVELS = ("avx512", "avx2", "portable")
+CPU_LEVELS = ("avx512vnni", "avx512", "avx2", "portable")
 MAX_CPU_THREADS = 256
 
 

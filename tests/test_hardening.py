@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxserve.config import CPU_LEVELS
+
 ROOT = Path(__file__).parents[1]
 SIMDE = "/usr/include/simde"
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=undefined"
@@ -33,7 +35,7 @@ def test_the_references_alone():
     run_pytest("-m", "not slow and not real", *folders, MLXSERVE_KERNELS="reference")
 
 
-@pytest.mark.parametrize("level", ["avx512", "avx2", "portable"])
+@pytest.mark.parametrize("level", CPU_LEVELS)
 def test_each_instruction_level(level):
     from mlxserve.kernels.native import load
 
@@ -68,25 +70,33 @@ def build(checkout: Path, **environment: str) -> None:
     assert list(checkout.rglob("_native_*.so")), built.stderr[-4000:]
 
 
-@pytest.mark.skipif(not Path(SIMDE).is_dir(), reason="only on machines with libsimde-dev")
-def test_avx512_by_emulation(tmp_path):
-    """The very source of the AVX-512 level, for processors that don't have it."""
-    checkout = copy_checkout(tmp_path / "checkout")
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """A build with the very sources of the AVX-512 levels, for processors that don't have them."""
+    if not Path(SIMDE).is_dir():
+        pytest.skip("only on machines with libsimde-dev")
+    checkout = copy_checkout(tmp_path_factory.mktemp("emulated") / "checkout")
     cpu = checkout / "mlxserve" / "kernels" / "cpu"
     emulation = ROOT / "tests" / "support" / "avx512_emulation.h"
-    source = (cpu / "level_avx512.cpp").read_text()
-    (cpu / "level_avx512.cpp").write_text(
-        f'#include "{emulation}"\n#define __AVX512F__ 1\n{source}'
-    )
+    for level, macros in (("avx512", "F"), ("avx512vnni", "F VNNI")):
+        defined = "".join(f"#define __AVX512{name}__ 1\n" for name in macros.split())
+        source = cpu / f"level_{level}.cpp"
+        source.write_text(f'#include "{emulation}"\n{defined}{source.read_text()}')
     changed = replaced(cpu / "levels.cpp", '__builtin_cpu_supports("avx512', '("avx512')
     changed += replaced(checkout / "setup.py", '"level_avx512": AVX512', '"level_avx512": AVX2')
-    assert changed == 5
+    changed += replaced(checkout / "setup.py", '[*AVX512, "-mavx512vnni"]', "AVX2")
+    assert changed == 7
     build(checkout)
+    return checkout
+
+
+@pytest.mark.parametrize("level", ["avx512vnni", "avx512"])
+def test_avx512_by_emulation(emulated, level):
     run_pytest(
         *("-m", "not slow and not real and not full", "tests/kernels", "-rs"),
-        cwd=checkout,
-        PYTHONPATH=str(checkout),
-        MLXSERVE_CPU_LEVEL="avx512",
+        cwd=emulated,
+        PYTHONPATH=str(emulated),
+        MLXSERVE_CPU_LEVEL=level,
     )
 
 

@@ -1,6 +1,5 @@
 """What a model will need on this machine, told from its config before it is downloaded."""
 
-import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +17,12 @@ from mlxserve.config import EngineConfig
 from mlxserve.engine.core import plan_pages
 from mlxserve.errors import CapacityError
 from mlxserve.kernels.matmul import Form
+from mlxserve.kernels.native import usable_cores
 from mlxserve.models import registry
 
 USEFUL_CONTEXT_TOKENS = 8192
-PROBE_BYTES = 256 << 20
-PROBE_S = 0.3
+PROBE_BYTES = 512 << 20
+PROBE_PASSES = 8
 
 # Peak GB/s that Apple states for a chip's memory; where a name has several, the largest.
 APPLE_GB_S: dict[str, float] = {
@@ -147,19 +147,20 @@ def memory_bandwidth(device_name: str) -> tuple[float, str]:
     """Bytes per second that this machine reads from memory, and where the number is from."""
     if device_name in APPLE_GB_S:
         return APPLE_GB_S[device_name] * 1e9, device_name
-    return measure_bandwidth(), "measured"
+    return measure_bandwidth(usable_cores()), "measured"
 
 
-def measure_bandwidth(size_bytes: int = PROBE_BYTES, seconds: float = PROBE_S) -> float:
-    """Read memory with all cores for a moment; the bytes per second of the best pass."""
-    cores = os.cpu_count() or 1
-    parts = np.array_split(np.ones(size_bytes // 4, np.float32), cores)
-    best, end = 0.0, time.perf_counter() + seconds
-    with ThreadPoolExecutor(cores) as pool:
-        while True:
+def measure_bandwidth(threads: int, size_bytes: int = PROBE_BYTES) -> float:
+    """Bytes per second that all threads together read from memory: the fastest pass of several.
+
+    size_bytes: much more than the caches hold. The largest of bytes is the cheapest to find per
+    byte: with floats, which may be NaN, one thread computes longer than it waits for memory.
+    """
+    parts = np.array_split(np.ones(size_bytes, np.int8), threads)
+    best_s = float("inf")
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(PROBE_PASSES):
             start = time.perf_counter()
             list(pool.map(np.max, parts))
-            now = time.perf_counter()
-            best = max(best, sum(part.nbytes for part in parts) / (now - start))
-            if now >= end:
-                return best
+            best_s = min(best_s, time.perf_counter() - start)
+    return size_bytes / best_s

@@ -28,6 +28,7 @@ OPS = {
     "norm": "mlxserve.kernels.norm",
     "rope": "mlxserve.kernels.rope",
     "gated": "mlxserve.kernels.gates",
+    "soft_cap": "mlxserve.kernels.softcap",
     "select": "mlxserve.kernels.select",
     "quantize": "mlxserve.kernels.quantize",
 }

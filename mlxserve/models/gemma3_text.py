@@ -13,8 +13,9 @@ import mlx.nn as nn
 
 from mlxserve.cache.spec import FullKV, LayerSpec, WindowKV
 from mlxserve.kernels.quantized import PackedWeight
+from mlxserve.kernels.softcap import soft_cap
 from mlxserve.models.base import ConfigReader, LayerView, View, Weights
-from mlxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project, soft_cap
+from mlxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project
 from mlxserve.models.rope import Rope, rope_from_config
 
 ACTIVATION = "gelu_pytorch_tanh"

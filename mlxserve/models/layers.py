@@ -80,8 +80,3 @@ class GatedMLP(nn.Module):
         """x, add: `[T, D]`. Returns `[T, D]`."""
         gate, up = project(x, self.gate_proj, self.up_proj)
         return self.down_proj(gated(gate, up, self.activation), add)
-
-
-def soft_cap(x: mx.array, cap: float | None) -> mx.array:
-    """`cap * tanh(x / cap)`, which keeps values within +-cap; None leaves them alone."""
-    return x if cap is None else mx.tanh(x / cap) * cap

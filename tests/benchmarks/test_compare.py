@@ -192,7 +192,7 @@ def test_a_llama_cpp_without_avx512_is_measured_with_a_warning(fake):
 def test_a_whole_run_with_fake_engines(fake, tmp_path, monkeypatch, capsys):
     fake()
     monkeypatch.setattr(compare, "find_model", lambda name: model(tmp_path))
-    monkeypatch.setattr(compare, "read_bandwidth", lambda threads: 1e9)
+    monkeypatch.setattr(compare, "measure_bandwidth", lambda threads: 1e9)
     out, text = tmp_path / "out.json", tmp_path / "out.md"
     arguments = (
         "--quick --engines mlxserve,llama.cpp --rounds 2 --contexts 32,64,256 --batches 4,16,8"

@@ -67,7 +67,13 @@ def test_a_config_that_cannot_be_run():
 
 def test_bandwidth_is_known_or_measured():
     assert fp.memory_bandwidth("Apple M2 Max") == (400e9, "Apple M2 Max")
-    assert 1e8 < fp.measure_bandwidth(1 << 22, 0.01) < 1e13
+    assert 1e8 < fp.measure_bandwidth(3, (1 << 22) + 5) < 1e13
+
+
+def test_bandwidth_is_measured_with_the_cores_that_may_be_used(monkeypatch):
+    monkeypatch.setattr(fp, "usable_cores", lambda: 3)
+    monkeypatch.setattr(fp, "measure_bandwidth", lambda threads: threads * 1e9)
+    assert fp.memory_bandwidth("some CPU") == (3e9, "measured")
 
 
 def test_weights_that_are_widened():

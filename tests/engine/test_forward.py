@@ -36,6 +36,7 @@ MODELS = {
     "llama": lambda: tiny_llama(**LONG),
     "windows": lambda: tiny_mistral(sliding_window=70, **LONG),
     "gemma3": lambda: tiny_gemma3(**LONG),
+    "capped logits": lambda: tiny_gemma3(final_logit_softcapping=5.0, **LONG),
 }
 
 

@@ -5,22 +5,21 @@ import os
 import mlx.core as mx
 import pytest
 
+from mlxserve.config import CPU_LEVELS
 from mlxserve.kernels import registry
 from mlxserve.kernels.native import load
 
 if "ASAN_OPTIONS" in os.environ:
     mx.set_cache_limit(0)
 
-LEVELS = ("avx512", "avx2", "portable")
 
-
-@pytest.fixture(params=LEVELS)
+@pytest.fixture(params=CPU_LEVELS)
 def native_level(request):
     """Native kernels at each instruction level that this machine has."""
     yield from _at_level(request.param)
 
 
-@pytest.fixture(params=("reference", *LEVELS))
+@pytest.fixture(params=("reference", *CPU_LEVELS))
 def kernel_level(request, monkeypatch):
     """References, then native kernels at each instruction level that this machine has."""
     if request.param != "reference":

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxserve.config import CPU_LEVELS
 from mlxserve.kernels import attention, native, registry
 from mlxserve.kernels.attention import PagedRows, paged_attention
 from tests.kernels.paged import P, Paged
@@ -176,7 +177,7 @@ def test_the_number_of_threads_changes_no_bit():
     assert len(answers) == 1
 
 
-@pytest.mark.parametrize("level", ["portable", "avx2", "avx512"])
+@pytest.mark.parametrize("level", CPU_LEVELS)
 def test_every_instruction_level_agrees(kernels, level):
     before = kernels.level()
     if not kernels.set_level(level):

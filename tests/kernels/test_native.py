@@ -58,7 +58,7 @@ def test_level_and_threads_come_from_the_environment(level):
 
 
 @pytest.mark.parametrize(("name", "value", "message"), [
-    ("MLXSERVE_CPU_LEVEL", "sse9", "choose avx512, avx2, portable"),
+    ("MLXSERVE_CPU_LEVEL", "sse9", "choose avx512vnni, avx512, avx2, portable"),
     ("MLXSERVE_CPU_THREADS", "0", "a number from 1 to 256"),
     ("MLXSERVE_CPU_THREADS", "two", "a number from 1 to 256"),
     ("MLXSERVE_KERNELS", "fast", "write reference, native, or OP=reference"),
@@ -150,7 +150,9 @@ def test_no_function_of_a_level_is_shared(tmp_path):
     folder = ROOT / "mlxserve" / "kernels" / "cpu"
     avx2 = ["-mavx2", "-mfma", "-mf16c"]
     avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-    for level, flags in (("avx512", avx512), ("avx2", avx2), ("portable", [])):
+    vnni = [*avx512, "-mavx512vnni"]
+    levels = {"avx512vnni": vnni, "avx512": avx512, "avx2": avx2, "portable": []}
+    for level, flags in levels.items():
         target = tmp_path / f"{level}.o"
         command = ["g++", "-std=c++20", "-O1", "-Wno-psabi", *flags, "-c", "-o", str(target)]
         subprocess.run([*command, str(folder / f"level_{level}.cpp")], check=True)

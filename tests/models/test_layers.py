@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mlxserve.kernels.gates import GATES, gated
-from mlxserve.models.layers import Embedding, Linear, RMSNorm, soft_cap
+from mlxserve.models.layers import Embedding, Linear, RMSNorm
 
 TORCH = {
     "silu": torch.nn.functional.silu,
@@ -33,12 +33,6 @@ def test_gates_do_not_overflow_in_float16(name):
 def test_unknown_gate():
     with pytest.raises(ValueError, match="unknown activation relu"):
         gated(mx.zeros((1, 5)), mx.zeros((1, 5)), "relu")
-
-
-def test_soft_cap():
-    x = mx.array([-1e9, -1.0, 0.0, 2.0, 1e9])
-    assert soft_cap(x, None) is x
-    np.testing.assert_allclose(soft_cap(x, 3.0), 3 * np.tanh(np.array(x) / 3), rtol=1e-6)
 
 
 def test_norm_equals_torch():

@@ -139,6 +139,8 @@ EMU __m512i e_srai_epi32(__m512i x, unsigned n) {
 #define _mm512_cvtsepi32_epi16(...) simde_mm512_cvtsepi32_epi16(__VA_ARGS__)
 #undef _mm512_div_ps
 #define _mm512_div_ps(...) simde_mm512_div_ps(__VA_ARGS__)
+#undef _mm512_dpwssd_epi32
+#define _mm512_dpwssd_epi32(...) simde_mm512_dpwssd_epi32(__VA_ARGS__)
 #undef _mm512_fmadd_ps
 #define _mm512_fmadd_ps(...) simde_mm512_fmadd_ps(__VA_ARGS__)
 #undef _mm512_loadu_ps

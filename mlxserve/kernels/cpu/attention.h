@@ -182,20 +182,6 @@ static inline Span seen(const Attention& a, const PagedRow& row, int query, int6
                               : high)};
 }
 
-// c * tanh(x) for scores x that were divided by c. Cephes' tanhf: near 0 a polynomial, which loses
-// nothing.
-static inline vf soft_capped(vf x, float cap) {
-  const vf z = vmul(x, x), size = vmax(x, vsub(vset(0), x));
-  vf p = vset(-5.70498872745e-3f);
-  p = vfma(p, z, vset(2.06390887954e-2f));
-  p = vfma(p, z, vset(-5.37397155531e-2f));
-  p = vfma(p, z, vset(1.33314422036e-1f));
-  p = vfma(p, z, vset(-3.33332819422e-1f));
-  const vf near = vfma(vmul(p, z), x, x);
-  const vf far = vsub(vset(1), vdiv(vset(2), vadd(vexp(vadd(x, x)), vset(1))));
-  return vmul(vselect_less(size, vset(0.625f), near, far), vset(cap));
-}
-
 static const float LANE[PAGE] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
                                  16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
                                  32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
@@ -209,7 +195,7 @@ static inline void weigh(float* scores, Span span, float softcap, float* into_la
   UNROLL
   for (int i = 0; i < PAGE_VECTORS; i++) {
     s[i] = vload(scores + i * LANES);
-    if (softcap != 0) s[i] = soft_capped(s[i], softcap);
+    if (softcap != 0) s[i] = vmul(vtanh(s[i]), vset(softcap));  // divided by it already
   }
   if (span.begin > 0 || span.end < PAGE) {
     const vf none = vset(-__builtin_inff());

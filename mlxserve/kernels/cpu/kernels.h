@@ -63,6 +63,13 @@ struct Gated {
   Gate kind;
 };
 
+// out = cap * tanh(x / cap)
+struct SoftCap {
+  const float* x;
+  float* out;
+  float cap;
+};
+
 // Pair (i, i + dim / 2) turned by position / periods[i] and scaled by gain.
 constexpr int MAX_ROPE_DIM = 1024;
 struct Rope {
@@ -121,6 +128,8 @@ struct Kernels {
   void (*layer_norm)(const LayerNorm&, int64_t begin, int64_t end);
   // Numbers begin .. end.
   void (*gated)(const Gated&, int64_t begin, int64_t end);
+  // Numbers begin .. end.
+  void (*soft_cap)(const SoftCap&, int64_t begin, int64_t end);
   // Tokens begin .. end.
   void (*rope)(const Rope&, int64_t begin, int64_t end);
   // Rows begin .. end.
@@ -139,7 +148,7 @@ struct Kernels {
   void (*to_cache)(const float* x, uint16_t* out, Number type, int64_t count);
 };
 
-extern const Kernels kernels_avx512, kernels_avx2, kernels_portable;
+extern const Kernels kernels_avx512vnni, kernels_avx512, kernels_avx2, kernels_portable;
 
 // All rows; see attention.cpp.
 void run_attention(const Attention&, int n_rows);

@@ -12,8 +12,8 @@
 namespace KERNELS {
 
 static constexpr mlxserve::Kernels table(const char* name) {
-  return {name,   matmul, to_whole, rms_norm, layer_norm, gated,   rope,
-          select, greedy, quantize, attend,   merge,      to_cache};
+  return {name, matmul, to_whole, rms_norm, layer_norm, gated, soft_cap,
+          rope, select, greedy,   quantize, attend,     merge, to_cache};
 }
 
 }  // namespace KERNELS

@@ -7,6 +7,8 @@ namespace {
 
 bool can_run(const Kernels& level) {
 #if defined(__x86_64__)
+  if (&level == &kernels_avx512vnni)
+    return can_run(kernels_avx512) && __builtin_cpu_supports("avx512vnni");
   if (&level == &kernels_avx512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
@@ -17,7 +19,8 @@ bool can_run(const Kernels& level) {
   return &level == &kernels_portable;
 }
 
-const Kernels* const levels[] = {&kernels_avx512, &kernels_avx2, &kernels_portable};
+const Kernels* const levels[] = {&kernels_avx512vnni, &kernels_avx512, &kernels_avx2,
+                                 &kernels_portable};
 
 const Kernels* best() {
   for (const Kernels* level : levels)

@@ -21,6 +21,14 @@ void over_rows(int64_t rows, int64_t width, const F& work) {
   parallel_for(rows, std::max<int64_t>(SHARE / width, 1), work);
 }
 
+// work(begin, end) over numbers, whole vectors but for the last.
+template <class F>
+void over_numbers(int64_t size, const F& work) {
+  constexpr int64_t block = 256;
+  over_rows((size + block - 1) / block, block,
+            [&](int64_t begin, int64_t end) { work(begin * block, std::min(end * block, size)); });
+}
+
 const float* floats(const void* p) {
   return static_cast<const float*>(p);
 }
@@ -89,12 +97,20 @@ Array gated(const Array& gate, const Array& up, const std::string& kind) {
   const int64_t size = gate.size();
   const auto work = [=](const Inputs& in, const Outputs& out) {
     const Gated a{floats(in[0]), floats(in[1]), floats(out[0]), which};
-    const int64_t blocks = (size + 255) / 256;
-    over_rows(blocks, 256, [&](int64_t begin, int64_t end) {
-      kernels().gated(a, begin * 256, std::min(end * 256, size));
-    });
+    over_numbers(size, [&](int64_t begin, int64_t end) { kernels().gated(a, begin, end); });
   };
   return lazy(op, {gate, up}, {{gate.shape(), mx::float32}}, work)[0];
+}
+
+Array soft_cap(const Array& x, float cap) {
+  const char* op = "soft_cap";
+  require_dtype(op, "x", x, mx::float32);
+  const int64_t size = x.size();
+  const auto work = [=](const Inputs& in, const Outputs& out) {
+    const SoftCap a{floats(in[0]), floats(out[0]), cap};
+    over_numbers(size, [&](int64_t begin, int64_t end) { kernels().soft_cap(a, begin, end); });
+  };
+  return lazy(op, {x}, {{x.shape(), mx::float32}}, work)[0];
 }
 
 // Where an optional input stands among all, or -1.
@@ -151,6 +167,7 @@ void bind_rows(nb::module_& m) {
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a, "add"_a = nb::none());
   m.def("layer_norm", &layer_norm, "x"_a, "weight"_a, "bias"_a.none(), "eps"_a);
   m.def("gated", &gated, "gate"_a, "up"_a, "kind"_a);
+  m.def("soft_cap", &soft_cap, "x"_a, "cap"_a);
   m.def("rope", &rope, "q"_a, "k"_a, "positions"_a, "periods"_a, "gain"_a, "q_norm"_a.none(),
         "k_norm"_a.none(), "eps"_a);
 }

@@ -1,4 +1,5 @@
-// Row by row: norms and gates. A row's sums run in one order, whatever rows stand beside it.
+// Row by row: norms, gates, soft caps. A row's sums run in one order, whatever rows stand beside
+// it.
 #pragma once
 
 #include "kernels.h"
@@ -10,6 +11,7 @@ using mlxserve::Gate;
 using mlxserve::Gated;
 using mlxserve::LayerNorm;
 using mlxserve::RmsNorm;
+using mlxserve::SoftCap;
 
 // `count` numbers and zeros after them; nothing beyond them is touched.
 static inline vf load_some(const float* p, int count) {
@@ -116,6 +118,14 @@ static inline void gated_range(const Gated& a, int64_t begin, int64_t end) {
 static void gated(const Gated& a, int64_t begin, int64_t end) {
   if (a.kind == Gate::silu) gated_range<Gate::silu>(a, begin, end);
   else gated_range<Gate::gelu_tanh>(a, begin, end);
+}
+
+static void soft_cap(const SoftCap& a, int64_t begin, int64_t end) {
+  const vf cap = vset(a.cap);
+  for_lanes(end - begin, [&, cap](int64_t i, int count) {
+    const vf x = load_some(a.x + begin + i, count);
+    store_some(a.out + begin + i, vmul(vtanh(vdiv(x, cap)), cap), count);
+  });
 }
 
 }  // namespace KERNELS

@@ -74,4 +74,17 @@ static inline vf vexp_negative(vf x) {
   return vselect_less(x, vset(-87.3f), vset(0.0f), y);
 }
 
+// tanh(x); NaN stays NaN. Cephes' tanhf: near 0 a polynomial, which loses nothing.
+static inline vf vtanh(vf x) {
+  const vf z = vmul(x, x), size = vmax(x, vsub(vset(0), x));
+  vf p = vset(-5.70498872745e-3f);
+  p = vfma(p, z, vset(2.06390887954e-2f));
+  p = vfma(p, z, vset(-5.37397155531e-2f));
+  p = vfma(p, z, vset(1.33314422036e-1f));
+  p = vfma(p, z, vset(-3.33332819422e-1f));
+  const vf near = vfma(vmul(p, z), x, x);
+  const vf far = vsub(vset(1), vdiv(vset(2), vadd(vexp(vadd(x, x)), vset(1))));
+  return vselect_less(size, vset(0.625f), near, far);
+}
+
 }  // namespace KERNELS

@@ -45,8 +45,6 @@ BOTH(vi, ishl(vi x, int n), _mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)
 BOTH(vi, ishr(vi x, int n), _mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n))
 BOTH(vi, ishr_signed(vi x, int n), _mm256_srai_epi32(x.a, n), _mm256_srai_epi32(x.b, n))
 BOTH(vi, imax(vi x, vi y), _mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b))
-// Each lane a pair of int16: the sum of the two products.
-BOTH(vi, imadd16(vi x, vi y), _mm256_madd_epi16(x.a, y.a), _mm256_madd_epi16(x.b, y.b))
 BOTH(vi, iload_u8(const uint8_t* p), _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
      _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))
 BOTH(vi, iload_u16(const uint16_t* p), _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)),
@@ -56,6 +54,21 @@ BOTH(vf, vfrom(vi x), _mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b))
 BOTH(vi, vtoint(vf x), _mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b))
 BOTH(vf, vbits(vi x), _mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b))
 BOTH(vi, ibits(vf x), _mm256_castps_si256(x.a), _mm256_castps_si256(x.b))
+
+// Sums that a loop adds to, of int32 by their type too. __m256i counts as int64: GCC would copy it
+// to another register and back for every addition.
+typedef int32_t half_sums __attribute__((vector_size(32)));
+struct isums {
+  half_sums a, b;
+};
+
+BOTH(isums, isums_set(int32_t x), (half_sums)_mm256_set1_epi32(x), (half_sums)_mm256_set1_epi32(x))
+// Each lane of x and y a pair of int16: sums + the two products.
+BOTH(isums, idot16(vi x, vi y, isums sums),
+     (half_sums)_mm256_add_epi32((__m256i)sums.a, _mm256_madd_epi16(x.a, y.a)),
+     (half_sums)_mm256_add_epi32((__m256i)sums.b, _mm256_madd_epi16(x.b, y.b)))
+BOTH(vi, ilanes(isums sums), (__m256i)sums.a, (__m256i)sums.b)
+
 // Lanes of `yes` where x < y, of `no` elsewhere (also where either is NaN).
 BOTH(vf, vselect_less(vf x, vf y, vf yes, vf no),
      _mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),

@@ -1,4 +1,4 @@
-// simd.h for AVX-512 (F, BW, DQ, VL): a vector of 16 is one register.
+// simd.h for AVX-512 (F, BW, DQ, VL; VNNI where there is): a vector of 16 is one register.
 #pragma once
 
 #include <immintrin.h>
@@ -77,10 +77,6 @@ static inline vi ishr_signed(vi x, int n) {
 static inline vi imax(vi x, vi y) {
   return _mm512_max_epi32(x, y);
 }
-// Each lane a pair of int16: the sum of the two products.
-static inline vi imadd16(vi x, vi y) {
-  return _mm512_madd_epi16(x, y);
-}
 static inline vi iload_u8(const uint8_t* p) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
 }
@@ -100,6 +96,26 @@ static inline vf vbits(vi x) {
 static inline vi ibits(vf x) {
   return _mm512_castps_si512(x);
 }
+
+// Sums that a loop adds to, of int32 by their type too. __m512i counts as int64: GCC would copy it
+// to another register and back for every addition.
+typedef int32_t isums __attribute__((vector_size(64)));
+
+static inline isums isums_set(int32_t x) {
+  return (isums)iset(x);
+}
+// Each lane of x and y a pair of int16: sums + the two products.
+static inline isums idot16(vi x, vi y, isums sums) {
+#ifdef __AVX512VNNI__
+  return (isums)_mm512_dpwssd_epi32((vi)sums, x, y);
+#else
+  return (isums)iadd((vi)sums, _mm512_madd_epi16(x, y));
+#endif
+}
+static inline vi ilanes(isums sums) {
+  return (vi)sums;
+}
+
 // Lanes of `yes` where x < y, of `no` elsewhere (also where either is NaN).
 static inline vf vselect_less(vf x, vf y, vf yes, vf no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), no, yes);

@@ -14,6 +14,7 @@ struct vf {
 struct vi {
   int32_t v[16];
 };
+using isums = vi;  // sums that a loop adds to
 
 #define LANEWISE(type, op, expression)                \
   static inline type op {                             \
@@ -36,6 +37,7 @@ LANEWISE(vf, vfma(vf x, vf y, vf z), x.v[i] * y.v[i] + z.v[i])
 LANEWISE(vf, vload_f16(const uint16_t* p), mlxserve::f16_value(p[i]))
 
 LANEWISE(vi, iset(int32_t x), x)
+LANEWISE(isums, isums_set(int32_t x), x)
 LANEWISE(vi, iadd(vi x, vi y), (int32_t)((uint32_t)x.v[i] + (uint32_t)y.v[i]))
 LANEWISE(vi, isub(vi x, vi y), (int32_t)((uint32_t)x.v[i] - (uint32_t)y.v[i]))
 LANEWISE(vi, iand(vi x, vi y), x.v[i] & y.v[i])
@@ -52,9 +54,11 @@ LANEWISE(vf, vfrom(vi x), (float)x.v[i])
 LANEWISE(vi, vtoint(vf x), (int32_t)__builtin_lrintf(x.v[i]))
 // Lanes of `yes` where x < y, of `no` elsewhere (also where either is NaN).
 LANEWISE(vf, vselect_less(vf x, vf y, vf yes, vf no), x.v[i] < y.v[i] ? yes.v[i] : no.v[i])
-// Each lane a pair of int16: the sum of the two products.
-LANEWISE(vi, imadd16(vi x, vi y),
-         (int16_t)x.v[i] * (int16_t)y.v[i] + (x.v[i] >> 16) * (y.v[i] >> 16))
+LANEWISE(vi, ilanes(isums sums), sums.v[i])
+// Each lane of x and y a pair of int16: sums + the two products.
+LANEWISE(vi, idot16(vi x, vi y, isums sums),
+         (int32_t)((uint32_t)sums.v[i] +
+                   (uint32_t)((int16_t)x.v[i] * (int16_t)y.v[i] + (x.v[i] >> 16) * (y.v[i] >> 16))))
 // table[..] for the two nibbles of each lane, in bits 0 to 3 and 16 to 19; the table isn't
 // negative.
 LANEWISE(vi, ilookup_pairs(const int8_t table[16], vi x),
