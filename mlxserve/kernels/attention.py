@@ -1,16 +1,25 @@
 """Attention of a step's new tokens over hot and sealed pages."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from mlxserve.kernels.pages import (
+    PAGE_TOKENS,
+    PackedPages,
+    Pool,
+    arrays_of,
+    pack_keys,
+    pack_values,
+    unpack_keys,
+    unpack_values,
+)
 from mlxserve.kernels.registry import check_close, native
-
-PAGE_TOKENS = 64  # cache.spec's, which this package may not import
 
 
 class PagedRows:
@@ -72,7 +81,7 @@ class RowPages:
 def paged_attention(
     q: mx.array,
     hot: tuple[mx.array, mx.array],
-    pool: tuple[mx.array, mx.array],
+    pool: tuple[Pool, Pool],
     rows: PagedRows,
     *,
     scale: float,
@@ -84,7 +93,8 @@ def paged_attention(
 
     q: `[T, Hq, D]`, rows end to end. hot: K and V, `[n_hot * 64, Hk, D]` each, token-major; the new
     tokens are already in them. pool: K and V, `[pages, Hk, 64, D]` each, head-major. All four in
-    float32, float16 or bfloat16. Returns `[T, Hq, D]` in q's dtype.
+    float32, float16 or bfloat16; but K, V or both of the pool may be packed instead (see `pages`),
+    and are then read as float32. Returns `[T, Hq, D]` in q's dtype.
 
     The query at position p sees keys up to p, and with `window` only those after p - window.
     sinks: `[Hq]`, a logit per head that takes part in the softmax and has no value (Xiao et al.
@@ -105,7 +115,7 @@ def _native(
     kernels: ModuleType,
     q: mx.array,
     hot: tuple[mx.array, mx.array],
-    pool: tuple[mx.array, mx.array],
+    pool: tuple[Pool, Pool],
     rows: PagedRows,
     scale: float,
     window: int | None,
@@ -117,14 +127,15 @@ def _native(
     wide = q if q.dtype == mx.float32 else q.astype(mx.float32)
     handle = rows.handle(kernels)
     how = (scale, window, sinks, softcap)
-    out = kernels.paged_attention(wide, *hot, *pool, handle, *rows.arrays, *how)
+    pools = (arrays_of(side) for side in pool)
+    out = kernels.paged_attention(wide, *hot, *pools, handle, *rows.arrays, *how)
     return out if wide is q else out.astype(q.dtype)
 
 
 def _reference(
     q: mx.array,
     hot: tuple[mx.array, mx.array],
-    pool: tuple[mx.array, mx.array],
+    pool: tuple[Pool, Pool],
     rows: PagedRows,
     scale: float,
     window: int | None,
@@ -137,12 +148,13 @@ def _reference(
     covered = int(rows.table[:, 1].sum())
     if covered != q.shape[0]:
         raise ValueError(f"rows cover {covered} tokens, q has {q.shape[0]}")
+    unpack = (unpack_keys, partial(unpack_values, dim=hot[0].shape[2]))
     outs = []
     for row in rows.rows:
         low = row.base if window is None else max(row.base, row.start - window + 1)
         k, v = (
-            _gather(hot_kv, pool_kv, row)[:, low - row.base : row.start + row.n - row.base]
-            for hot_kv, pool_kv in zip(hot, pool, strict=True)
+            _gather(*sides, row)[:, low - row.base : row.start + row.n - row.base]
+            for sides in zip(hot, pool, unpack, strict=True)
         )
         rows_q = q[row.first : row.first + row.n].swapaxes(0, 1)
         mask = _mask(row, low, window)
@@ -152,18 +164,25 @@ def _reference(
             )[0]
         else:
             out = _softcapped(rows_q, k, v, scale, softcap, mask, sinks)
-        outs.append(out.swapaxes(0, 1))
+        outs.append(out.swapaxes(0, 1).astype(q.dtype))
     return outs[0] if len(outs) == 1 else mx.concatenate(outs)
 
 
-def _gather(hot: mx.array, pool: mx.array, row: RowPages) -> mx.array:
+def _gather(
+    hot: mx.array, pool: Pool, unpack: Callable[[PackedPages], mx.array], row: RowPages
+) -> mx.array:
     """One row's keys (or values) in order of position, `[Hk, tokens, D]`."""
-    heads, page, dim = pool.shape[1:]
-    tail = hot.reshape(-1, page, heads, dim)[row.hot].reshape(-1, heads, dim).swapaxes(0, 1)
+    _, heads, dim = hot.shape
+    tail = hot.reshape(-1, PAGE_TOKENS, heads, dim)[row.hot]
+    tail = tail.reshape(-1, heads, dim).swapaxes(0, 1)
     if row.sealed is None:
         return tail
-    sealed = pool[row.sealed].swapaxes(0, 1).reshape(heads, -1, dim)
-    return mx.concatenate([sealed, tail], axis=1)
+    if isinstance(pool, PackedPages):
+        sealed = unpack(PackedPages(*(x[row.sealed] for x in pool)))
+    else:
+        sealed = pool[row.sealed]
+    sealed = sealed.swapaxes(0, 1).reshape(heads, -1, dim)
+    return mx.concatenate([sealed, tail.astype(sealed.dtype)], axis=1)
 
 
 def _mask(row: RowPages, low: int, window: int | None) -> mx.array | str | None:
@@ -218,5 +237,7 @@ def check(kernels: ModuleType) -> None:
         pool = (pool_k.astype(dtype), pool_v.astype(dtype))
         q = mx.random.normal((11, 6, dim), key=next(key))
         sinks = None if softcap else q[0, :, 0]
-        how = (q, hot, pool, rows, dim**-0.5, window, sinks, softcap)
-        check_close("attention", _native(kernels, *how), _reference(*how), 1e-5)
+        packed = (pack_keys(pool_k, 4 if softcap else 8), pack_values(pool_v, 8 if softcap else 4))
+        for kind in (pool, packed):
+            how = (q, hot, kind, rows, dim**-0.5, window, sinks, softcap)
+            check_close("attention", _native(kernels, *how), _reference(*how), 1e-5)
