@@ -4,21 +4,38 @@ from types import ModuleType
 
 import mlx.core as mx
 
-from mlxserve.kernels.registry import check_close, native
+from mlxserve.kernels.pages import (
+    PAGE_TOKENS,
+    Pool,
+    arrays_of,
+    keys_like,
+    pack_keys,
+    pack_values,
+    pool_of,
+    values_like,
+)
+from mlxserve.kernels.registry import native
 
 Pair = tuple[mx.array, mx.array]
+PoolPair = tuple[Pool, Pool]
 
 
 def append(
-    hot: Pair, pool: Pair, index: mx.array, k: mx.array, v: mx.array, moves: mx.array | None = None
-) -> tuple[Pair, Pair]:
+    hot: Pair,
+    pool: PoolPair,
+    index: mx.array,
+    k: mx.array,
+    v: mx.array,
+    moves: mx.array | None = None,
+) -> tuple[Pair, PoolPair]:
     """Copy hot pages to pool pages (`moves`), then put the new tokens into hot pages.
 
     hot: K and V, `[n_hot * 64, Hk, D]` each, token-major; pool: K and V, `[pages, Hk, 64, D]` each,
-    head-major. index: int32 `[T]`, where in hot each token goes; k, v: `[T, Hk, D]`, written in the
-    cache's dtype. moves: int32 `[n, 2]`, (hot page, pool page). Returns hot and pool; drop the
-    arrays that were given, so that their memory is written in place. Raises ValueError (native) for
-    shapes and dtypes that don't fit; tokens and pages out of range aren't written.
+    head-major, or packed (see `pages`): then a page is packed as it is copied. index: int32 `[T]`,
+    where in hot each token goes; k, v: `[T, Hk, D]`, written in the cache's dtype. moves: int32
+    `[n, 2]`, (hot page, pool page). Returns hot and pool; drop the arrays that were given, so that
+    their memory is written in place. Raises ValueError (native) for shapes and dtypes that don't
+    fit; tokens and pages out of range aren't written.
     """
     kernels = native("append")
     if kernels is None:
@@ -29,26 +46,29 @@ def append(
 def _native(
     kernels: ModuleType,
     hot: Pair,
-    pool: Pair,
+    pool: PoolPair,
     index: mx.array,
     k: mx.array,
     v: mx.array,
     moves: mx.array | None,
-) -> tuple[Pair, Pair]:
+) -> tuple[Pair, PoolPair]:
     if k.dtype not in (mx.float32, hot[0].dtype):
         k, v = k.astype(hot[0].dtype), v.astype(hot[0].dtype)
-    hot_k, hot_v, pool_k, pool_v = kernels.append(*hot, *pool, index, k, v, moves)
-    return (hot_k, hot_v), (pool_k, pool_v)
+    pool_k, pool_v = (arrays_of(side) for side in pool)
+    hot_k, hot_v, *made = kernels.append(*hot, pool_k, pool_v, index, k, v, moves)
+    n = len(pool_k)
+    return (hot_k, hot_v), (pool_of(made[:n]), pool_of(made[n:]))
 
 
 def _reference(
-    hot: Pair, pool: Pair, index: mx.array, k: mx.array, v: mx.array, moves: mx.array | None
-) -> tuple[Pair, Pair]:
-    page = pool[0].shape[2]
+    hot: Pair, pool: PoolPair, index: mx.array, k: mx.array, v: mx.array, moves: mx.array | None
+) -> tuple[Pair, PoolPair]:
     # Page by page, in slices: each takes a third of a scatter's time.
     for source, target in [] if moves is None else moves.tolist():  # type: ignore[union-attr]
-        for hot_x, pool_x in zip(hot, pool, strict=True):
-            pool_x[target] = hot_x[source * page : (source + 1) * page].swapaxes(0, 1)
+        for hot_x, pool_x, like in zip(hot, pool, (keys_like, values_like), strict=True):
+            page = hot_x[source * PAGE_TOKENS : (source + 1) * PAGE_TOKENS].swapaxes(0, 1)[None]
+            for into, part in zip(arrays_of(pool_x), arrays_of(like(pool_x, page)), strict=True):
+                into[target] = part[0]
     if index.size:
         for hot_x, x in zip(hot, (k, v), strict=True):
             hot_x[index] = x
@@ -56,17 +76,26 @@ def _reference(
 
 
 def check(kernels: ModuleType) -> None:
-    """Kernel against reference in each dtype, with pages to seal. Raises ArithmeticError."""
+    """Kernel against reference, bit for bit, in each dtype and format. Raises ArithmeticError."""
     index, moves = mx.array([3, 130, 64], mx.int32), mx.array([[1, 2], [2, 0]], mx.int32)
     k = mx.random.normal((3, 2, 5), key=mx.random.key(0))
-    for dtype in (mx.float32, mx.float16, mx.bfloat16):
+    for dtype, key_bits, value_bits in (
+        (mx.float32, None, 4),
+        (mx.float16, 8, None),
+        (mx.bfloat16, 4, 8),
+    ):
         results = []
         for run in (lambda *args: _native(kernels, *args), _reference):
-            made = [
+            hot_k, hot_v, pool_k, pool_v = (
                 mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
                 for i, shape in enumerate(((192, 2, 5), (192, 2, 5), (3, 2, 64, 5), (3, 2, 64, 5)))
-            ]
-            results.append(run((made[0], made[1]), (made[2], made[3]), index, k, k * 2, moves))
+            )
+            keys = pack_keys(pool_k, key_bits) if key_bits else pool_k
+            values = pack_values(pool_v, value_bits) if value_bits else pool_v
+            hot, pool = run((hot_k, hot_v), (keys, values), index, k, k * 2, moves)
+            results.append([*hot, *arrays_of(pool[0]), *arrays_of(pool[1])])
         for got, expected in zip(*results, strict=True):
-            for a, b in zip(got, expected, strict=True):
-                check_close("append", a, b, 0.0)
+            if not mx.array_equal(got, expected):
+                raise ArithmeticError(
+                    f"append differs in {dtype}, keys in {key_bits} and values in {value_bits} bits"
+                )

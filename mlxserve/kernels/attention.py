@@ -1,18 +1,29 @@
 """Attention of a step's new tokens over hot and sealed pages."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from mlxserve.kernels.metal.launch import Runner
 from mlxserve.kernels.metal.paged_attention import DecodePlan, decode_attention
+from mlxserve.kernels.pages import (
+    PAGE_TOKENS,
+    PackedPages,
+    Pool,
+    arrays_of,
+    pack_keys,
+    pack_values,
+    unpack_keys,
+    unpack_values,
+)
 from mlxserve.kernels.registry import check_close, native
 
-PAGE_TOKENS = 64  # cache.spec's, which this package may not import
+Pair = tuple[mx.array, mx.array]
 
 
 class PagedRows:
@@ -63,6 +74,15 @@ class PagedRows:
         return made
 
 
+class Options(NamedTuple):
+    """How a layer attends; see `paged_attention`."""
+
+    scale: float
+    window: int | None = None
+    sinks: mx.array | None = None
+    softcap: float | None = None
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class RowPages:
     """One row for the reference.
@@ -81,8 +101,8 @@ class RowPages:
 
 def paged_attention(
     q: mx.array,
-    hot: tuple[mx.array, mx.array],
-    pool: tuple[mx.array, mx.array],
+    hot: Pair,
+    pool: tuple[Pool, Pool],
     rows: PagedRows,
     *,
     scale: float,
@@ -94,7 +114,8 @@ def paged_attention(
 
     q: `[T, Hq, D]`, rows end to end. hot: K and V, `[n_hot * 64, Hk, D]` each, token-major; the new
     tokens are already in them. pool: K and V, `[pages, Hk, 64, D]` each, head-major. All four in
-    float32, float16 or bfloat16. Returns `[T, Hq, D]` in q's dtype.
+    float32, float16 or bfloat16; but K, V or both of the pool may be packed instead (see `pages`),
+    and are then read as float32. Returns `[T, Hq, D]` in q's dtype.
 
     The query at position p sees keys up to p, and with `window` only those after p - window.
     sinks: `[Hq]`, a logit per head that takes part in the softmax and has no value (Xiao et al.
@@ -105,54 +126,48 @@ def paged_attention(
     The native kernel never holds a matrix of scores (online softmax, Milakov and Gimelshein 2018,
     arXiv:1805.02867), and gives a query the same bits alone, in a batch and in any chunk.
     """
+    how = Options(scale, window, sinks, softcap)
     kernels = native("attention")
     if kernels is None:
-        return _reference(q, hot, pool, rows, scale, window, sinks, softcap)
-    return _native(kernels, q, hot, pool, rows, scale, window, sinks, softcap)
+        return _reference(q, hot, pool, rows, how)
+    return _native(kernels, q, hot, pool, rows, how)
 
 
 def _native(
     kernels: ModuleType,
     q: mx.array,
-    hot: tuple[mx.array, mx.array],
-    pool: tuple[mx.array, mx.array],
+    hot: Pair,
+    pool: tuple[Pool, Pool],
     rows: PagedRows,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
-    softcap: float | None,
+    how: Options,
 ) -> mx.array:
-    if sinks is not None and sinks.dtype != mx.float32:
-        sinks = sinks.astype(mx.float32)
+    if how.sinks is not None and how.sinks.dtype != mx.float32:
+        how = how._replace(sinks=how.sinks.astype(mx.float32))
     wide = q if q.dtype == mx.float32 else q.astype(mx.float32)
     handle = rows.handle(kernels)
-    how = (scale, window, sinks, softcap)
-    out = kernels.paged_attention(wide, *hot, *pool, handle, *rows.arrays, *how)
+    pools = (arrays_of(side) for side in pool)
+    out = kernels.paged_attention(wide, *hot, *pools, handle, *rows.arrays, *how)
     return out if wide is q else out.astype(q.dtype)
 
 
 def _metal(
     run: Runner,
     q: mx.array,
-    hot: tuple[mx.array, mx.array],
-    pool: tuple[mx.array, mx.array],
+    hot: Pair,
+    pool: Pair,
     rows: PagedRows,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
-    softcap: float | None,
+    how: Options,
 ) -> mx.array:
     """Rows of one token by the kernel, longer ones by the reference."""
     single = rows.table[:, 1] == 1
     outs, tokens = [], []
     if single.any():
-        plan, cache = rows.decode_plan(window), (q, hot, pool)
-        outs.append(
-            decode_attention(*cache, plan, scale=scale, sinks=sinks, softcap=softcap, run=run)
-        )
+        plan = rows.decode_plan(how.window)
+        options = {"scale": how.scale, "sinks": how.sinks, "softcap": how.softcap}
+        outs.append(decode_attention(q, hot, pool, plan, run=run, **options))
         tokens.append(rows.table[single, 0])
     for row in (row for row in rows.rows if row.n > 1):
-        outs.append(_row(q, hot, pool, row, scale, window, sinks, softcap))
+        outs.append(_row(q, hot, pool, row, how))
         tokens.append(np.arange(row.first, row.first + row.n))
     order = np.argsort(np.concatenate(tokens), kind="stable")
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs)
@@ -161,13 +176,10 @@ def _metal(
 
 def _reference(
     q: mx.array,
-    hot: tuple[mx.array, mx.array],
-    pool: tuple[mx.array, mx.array],
+    hot: Pair,
+    pool: tuple[Pool, Pool],
     rows: PagedRows,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
-    softcap: float | None,
+    how: Options,
 ) -> mx.array:
     heads = hot[0].shape[1]
     if q.shape[1] % heads:
@@ -175,45 +187,44 @@ def _reference(
     covered = int(rows.table[:, 1].sum())
     if covered != q.shape[0]:
         raise ValueError(f"rows cover {covered} tokens, q has {q.shape[0]}")
-    outs = [_row(q, hot, pool, row, scale, window, sinks, softcap) for row in rows.rows]
+    outs = [_row(q, hot, pool, row, how) for row in rows.rows]
     return outs[0] if len(outs) == 1 else mx.concatenate(outs)
 
 
-def _row(
-    q: mx.array,
-    hot: tuple[mx.array, mx.array],
-    pool: tuple[mx.array, mx.array],
-    row: RowPages,
-    scale: float,
-    window: int | None,
-    sinks: mx.array | None,
-    softcap: float | None,
-) -> mx.array:
-    """One row: gathered, then MLX's own attention. Returns `[n, Hq, D]`."""
-    low = row.base if window is None else max(row.base, row.start - window + 1)
+def _row(q: mx.array, hot: Pair, pool: tuple[Pool, Pool], row: RowPages, how: Options) -> mx.array:
+    """One row: gathered, then MLX's own attention. Returns `[n, Hq, D]` in q's dtype."""
+    low = row.base if how.window is None else max(row.base, row.start - how.window + 1)
+    unpack = (unpack_keys, partial(unpack_values, dim=hot[0].shape[2]))
     k, v = (
-        _gather(hot_kv, pool_kv, row)[:, low - row.base : row.start + row.n - row.base]
-        for hot_kv, pool_kv in zip(hot, pool, strict=True)
+        _gather(*sides, row)[:, low - row.base : row.start + row.n - row.base]
+        for sides in zip(hot, pool, unpack, strict=True)
     )
     rows_q = q[row.first : row.first + row.n].swapaxes(0, 1)
-    mask = _mask(row, low, window)
-    if softcap is None:
+    mask = _mask(row, low, how.window)
+    if how.softcap is None:
         out = mx.fast.scaled_dot_product_attention(
-            rows_q[None], k[None], v[None], scale=scale, mask=mask, sinks=sinks
+            rows_q[None], k[None], v[None], scale=how.scale, mask=mask, sinks=how.sinks
         )[0]
     else:
-        out = _softcapped(rows_q, k, v, scale, softcap, mask, sinks)
-    return out.swapaxes(0, 1)
+        out = _softcapped(rows_q, k, v, how, how.softcap, mask)
+    return out.swapaxes(0, 1).astype(q.dtype)
 
 
-def _gather(hot: mx.array, pool: mx.array, row: RowPages) -> mx.array:
+def _gather(
+    hot: mx.array, pool: Pool, unpack: Callable[[PackedPages], mx.array], row: RowPages
+) -> mx.array:
     """One row's keys (or values) in order of position, `[Hk, tokens, D]`."""
-    heads, page, dim = pool.shape[1:]
-    tail = hot.reshape(-1, page, heads, dim)[row.hot].reshape(-1, heads, dim).swapaxes(0, 1)
+    _, heads, dim = hot.shape
+    tail = hot.reshape(-1, PAGE_TOKENS, heads, dim)[row.hot]
+    tail = tail.reshape(-1, heads, dim).swapaxes(0, 1)
     if row.sealed is None:
         return tail
-    sealed = pool[row.sealed].swapaxes(0, 1).reshape(heads, -1, dim)
-    return mx.concatenate([sealed, tail], axis=1)
+    if isinstance(pool, PackedPages):
+        sealed = unpack(PackedPages(*(x[row.sealed] for x in pool)))
+    else:
+        sealed = pool[row.sealed]
+    sealed = sealed.swapaxes(0, 1).reshape(heads, -1, dim)
+    return mx.concatenate([sealed, tail.astype(sealed.dtype)], axis=1)
 
 
 def _mask(row: RowPages, low: int, window: int | None) -> mx.array | str | None:
@@ -231,24 +242,23 @@ def _softcapped(
     q: mx.array,
     k: mx.array,
     v: mx.array,
-    scale: float,
+    how: Options,
     softcap: float,
     mask: mx.array | str | None,
-    sinks: mx.array | None,
 ) -> mx.array:
     """The same with capped scores, for which MLX has no fused op.
 
     q: `[Hq, n, D]`; k, v: `[Hk, L, D]`. Returns `[Hq, n, D]`.
     """
     (hq, n, dim), (hk, length, _) = q.shape, k.shape
-    grouped = q.reshape(hk, hq // hk, n, dim).astype(mx.float32) * scale
+    grouped = q.reshape(hk, hq // hk, n, dim).astype(mx.float32) * how.scale
     scores = grouped @ k[:, None].astype(mx.float32).swapaxes(-1, -2)
     scores = softcap * mx.tanh(scores / softcap)
     if mask is not None:
         seen = mx.tri(n, length, length - n, dtype=mx.bool_) if isinstance(mask, str) else mask
         scores = mx.where(seen, scores, -mx.inf)
-    if sinks is not None:
-        sink = mx.broadcast_to(sinks.reshape(hk, -1, 1, 1), (*scores.shape[:-1], 1))
+    if how.sinks is not None:
+        sink = mx.broadcast_to(how.sinks.reshape(hk, -1, 1, 1), (*scores.shape[:-1], 1))
         weights = mx.softmax(mx.concatenate([scores, sink.astype(mx.float32)], -1), -1)[..., :-1]
     else:
         weights = mx.softmax(scores, -1)
@@ -268,5 +278,7 @@ def check(kernels: ModuleType) -> None:
         pool = (pool_k.astype(dtype), pool_v.astype(dtype))
         q = mx.random.normal((11, 6, dim), key=next(key))
         sinks = None if softcap else q[0, :, 0]
-        how = (q, hot, pool, rows, dim**-0.5, window, sinks, softcap)
-        check_close("attention", _native(kernels, *how), _reference(*how), 1e-5)
+        packed = (pack_keys(pool_k, 4 if softcap else 8), pack_values(pool_v, 8 if softcap else 4))
+        for kind in (pool, packed):
+            given = (q, hot, kind, rows, Options(dim**-0.5, window, sinks, softcap))
+            check_close("attention", _native(kernels, *given), _reference(*given), 1e-5)

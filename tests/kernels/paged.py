@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxserve.kernels.attention import PagedRows
+from mlxserve.kernels.pages import PackedPages
 
 P = 64
 
@@ -28,14 +29,65 @@ def dense(q, k, v, start, scale, window=None, sinks=None, softcap=None):
     return out
 
 
+def pack(x, bits):
+    """Groups along the last axis as the definition has them, in float32. Returns codes, scales and
+    biases, `[..., n]`, `[...]` and `[...]`, and what they stand for in float64."""
+    x, top = x.astype(np.float32), np.float32(2**bits - 1)
+    with np.errstate(all="ignore"):
+        low, high = x.min(-1) + np.float32(0), x.max(-1) + np.float32(0)  # no -0
+        biases = np.clip(low, -65504, 65504).astype(np.float16)
+        scales = np.minimum((high - low) / top, np.float32(65504)).astype(np.float16)
+        broken = ~np.isfinite(x).all(-1)
+        biases[broken], scales[broken] = np.nan, 0
+        scale, bias = (a.astype(np.float32)[..., None] for a in (scales, biases))
+        codes = np.clip(np.rint((x - bias) / scale), 0, top)
+        codes = np.where(scale > 0, codes, 0).astype(np.uint8)
+    return codes, scales, biases, codes * scale.astype(np.float64) + bias.astype(np.float64)
+
+
+def words(codes, bits):
+    """Codes end to end in uint32, low bits first."""
+    of_word = codes.reshape(*codes.shape[:-1], -1, 32 // bits).astype(np.uint32)
+    return (of_word << np.arange(0, 32, bits, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+
+
+def packed_keys(x, bits):
+    """Pages [pages, Hk, 64, D]: the packed arrays, and what they stand for."""
+    codes, scales, biases, numbers = pack(x.swapaxes(2, 3), bits)
+    return (words(codes, bits), scales, biases), numbers.swapaxes(2, 3)
+
+
+def packed_values(x, bits):
+    dim = x.shape[-1]
+    last = np.repeat(x[..., -1:], -dim % 32, axis=-1)
+    groups = np.concatenate([x, last], -1).reshape(*x.shape[:3], -1, 32)
+    codes, scales, biases, numbers = pack(groups, bits)
+    codes, numbers = (a.reshape(*x.shape[:3], -1) for a in (codes, numbers))
+    return (words(codes, bits), scales, biases), numbers[..., :dim]
+
+
+PACK = (packed_keys, packed_values)
+
+
 class Paged:
     """Sequences scattered over random pages; rows: (start, n). `filler` lies in every other slot.
 
-    sealed: False leaves all pages hot. tokens: K and V of each row, as the cache's dtype has them.
+    sealed: False leaves all pages hot. bits: of the pool's keys and values, None where they are
+    plain. tokens: K and V of each row, as the cache has them.
     """
 
     def __init__(
-        self, rows, heads, dim, *, window=None, dtype=mx.float32, filler=np.nan, seed=0, sealed=True
+        self,
+        rows,
+        heads,
+        dim,
+        *,
+        window=None,
+        dtype=mx.float32,
+        filler=np.nan,
+        seed=0,
+        sealed=True,
+        bits=(None, None),
     ):
         rng = np.random.default_rng(seed)
         self.rows, self.window = rows, window
@@ -55,8 +107,11 @@ class Paged:
                 span = slice(page * P, (page + 1) * P)
                 if page < done:
                     ids.append(next(pool_ids))
-                    for x, pool_x in zip(kv, pool, strict=True):
+                    for i, (x, pool_x) in enumerate(zip(kv, pool, strict=True)):
                         pool_x[ids[-1]] = x[span].swapaxes(0, 1)
+                        if bits[i]:
+                            _, read = PACK[i](pool_x[ids[-1]][None], bits[i])
+                            x[span] = read[0].swapaxes(0, 1)
                 else:
                     ids.append(next(hot_ids))
                     for x, hot_x in zip(kv, hot, strict=True):
@@ -66,7 +121,12 @@ class Paged:
         self.total = first
         self.described = PagedRows(np.array(table), np.array(ids))
         self.hot = tuple(mx.array(x.astype(np.float32)).astype(dtype) for x in hot)
-        self.pool = tuple(mx.array(x.astype(np.float32)).astype(dtype) for x in pool)
+        self.pool = tuple(
+            PackedPages(*map(mx.array, pack(x, n)[0]))
+            if n
+            else mx.array(x.astype(np.float32)).astype(dtype)
+            for x, n, pack in zip(pool, bits, PACK, strict=True)
+        )
 
     def expected(self, q, **how):
         firsts = np.cumsum([0] + [n for _, n in self.rows])

@@ -156,8 +156,11 @@ import numpy as np
 from tests.kernels.paged import Paged
 from tests.kernels.test_attention_native import ROWS, run
 digest = hashlib.sha256()
-for rows in ([(7000, 1)], [(3000, 20)], [(40000, 1), (20000, 9)], ROWS):
-    paged = Paged(rows, 1, 32)
+packed = {"bits": (8, 4)}
+for rows, how in (
+    ([(7000, 1)], {}), ([(3000, 20)], packed), ([(40000, 1), (20000, 9)], {}), (ROWS, packed)
+):
+    paged = Paged(rows, 1, 32, **how)
     q = np.random.default_rng(0).normal(size=(paged.total, 4, 32))
     digest.update(run(paged, q, scale=0.2).tobytes())
 print(digest.hexdigest())

@@ -9,101 +9,15 @@
 // anything in their place.
 #pragma once
 
-#include "kernels.h"
-#include "transpose.h"
+#include "pages.h"
 
 namespace KERNELS {
 
 using mlxserve::Attention;
 using mlxserve::AttentionPart;
-using mlxserve::PAGE;
-using mlxserve::PagedRow;
 using mlxserve::PART_QUERIES;
-using mlxserve::VALUE_PANEL;
 
 constexpr int PAGE_VECTORS = PAGE / LANES;
-
-// ---- Pages as float32. Another kind of page is another struct with `keys` and `values`.
-
-template <Number N>
-static inline vf load_numbers16(const void* p, int64_t at) {
-  if constexpr (N == Number::f32) return vload((const float*)p + at);
-  else if constexpr (N == Number::f16) return vload_f16((const uint16_t*)p + at);
-  else return vload_bf16((const uint16_t*)p + at);
-}
-
-// What will be read next, called into the cache bit by bit while something else is worked on: the
-// processor's own guesses leave half of the memory's speed unused.
-struct Ahead {
-  const char *at, *end;
-
-  inline void fetch(int bytes) {
-    for (int i = 0; i < bytes && at < end; i += 64, at += 64) __builtin_prefetch(at, 0, 2);
-  }
-};
-
-// One head's tokens of a page, in float32, float16 or bfloat16.
-template <Number N>
-struct DensePage {
-  static constexpr int BYTES = N == Number::f32 ? 4 : 2;
-  const void *k, *v;
-  int64_t at, stride;  // of the first token, and between tokens, in numbers
-
-  // Nothing for hot pages: they were just written.
-  Ahead ahead(const void* p, int dim) const {
-    const char* from = (const char*)p + at * BYTES;
-    return {from, stride == dim ? from + (int64_t)PAGE * dim * BYTES : from};
-  }
-
-  // `count` numbers of a token, and zeros up to 16.
-  static inline vf load(const void* p, int64_t at, int count) {
-    if (count == LANES) return load_numbers16<N>(p, at);
-    char tail[LANES * BYTES] = {0};
-    memcpy(tail, (const char*)p + at * BYTES, count * BYTES);
-    return load_numbers16<N>(tail, 0);
-  }
-
-  // Tokens t0 .. t1 into out [4, padded, 16]: sixteen tokens beside each other. What lies in the
-  // lanes of other tokens is not defined.
-  void keys(int t0, int t1, int dim, float* out, Ahead next) const {
-    const int padded = (dim + LANES - 1) / LANES * LANES;
-    alignas(64) float rows[LANES * LANES] = {0};
-    for (int first = t0 / LANES * LANES; first < t1; first += LANES, out += padded * LANES) {
-      const int begin = first < t0 ? t0 : first, end = first + LANES < t1 ? first + LANES : t1;
-      for (int d = 0; d < dim; d += LANES) {
-        next.fetch(LANES * LANES * BYTES);
-        const int count = dim - d < LANES ? dim - d : LANES;
-        const int64_t corner = at + first * stride + d;
-        if (N == Number::f32 && count == LANES && end - begin == LANES) {
-          transpose16((const float*)k + corner, stride, out + d * LANES);
-          continue;
-        }
-        for (int t = begin; t < end; t++)
-          vstore(rows + (t - first) * LANES, load(k, corner + (t - first) * stride, count));
-        transpose16(rows, LANES, out + d * LANES);
-      }
-    }
-  }
-
-  // Tokens t0 .. t1 into out [padded / 16] panels of [64, 16].
-  void values(int t0, int t1, int dim, float* out, Ahead next) const {
-    for (int t = t0; t < t1; t++) {
-      next.fetch(dim * BYTES);
-      float* to = out + t * LANES;
-      for (int d = 0; d < dim; d += LANES, to += VALUE_PANEL)
-        vstore(to, load(v, at + t * stride + d, dim - d < LANES ? dim - d : LANES));
-    }
-  }
-};
-
-template <Number N>
-static inline DensePage<N> page_of(const Attention& a, const PagedRow& row, int head,
-                                   int64_t block) {
-  const int64_t number = block - row.base_page, id = a.pages[row.pages_at + number];
-  if (number < row.sealed)
-    return {a.pool_k, a.pool_v, (id * a.kv_heads + head) * PAGE * a.dim, a.dim};
-  return {a.hot_k, a.hot_v, (id * PAGE * a.kv_heads + head) * a.dim, (int64_t)a.kv_heads * a.dim};
-}
 
 // ---- Products: rows x [R, count] times panels [count, 16], added to out.
 
@@ -270,13 +184,13 @@ static inline void weigh_values(const PageWork& w, int r, int rows, int panel, i
   for (int i = 0; i < rows; i++) alone(i, end, spans[i].end);
 }
 
-template <class Page>
-static inline void one_page(const Attention& a, const PageWork& w, const Page& page, Ahead next) {
+static inline void one_page(const Attention& a, const PageWork& w, const Page& keys,
+                            const Page& values, Ahead next) {
   const int t0 = w.spans[0].begin, t1 = w.spans[w.queries - 1].end;
   const int64_t padded = a.padded(), stride = partial_floats(a);
-  page.keys(t0, t1, a.dim, w.keys, page.ahead(page.v, a.dim));
+  load_keys(keys, t0, t1, a.dim, w.keys, values.ahead());
   score(a, w, t0, t1);
-  page.values(t0, t1, a.dim, w.values, next);
+  load_values(values, t0, t1, a.dim, w.values, next);
   for (int r = 0; r < w.queries; r++) memset(w.partials + r * stride, 0, padded * sizeof(float));
   const int panels = (int)(padded / LANES), step = w.queries > TILE_ROWS ? 1 : panels;
   for (int panel = 0; panel < panels; panel += step)
@@ -345,9 +259,7 @@ static inline void load_queries(const Attention& a, const AttentionPart& part, f
 
 // ---- The two kernels.
 
-template <Number N>
-static inline void attend_pages(const Attention& a, const AttentionPart& part, float* partials,
-                                float* scratch) {
+static void attend(const Attention& a, const AttentionPart& part, float* partials, float* scratch) {
   const PagedRow& row = a.rows[part.row];
   const int64_t padded = a.padded(), stride = partial_floats(a);
   const int queries = part.queries();
@@ -379,22 +291,15 @@ static inline void attend_pages(const Attention& a, const AttentionPart& part, f
       w.partials = page_partials + first * stride;
       Ahead next = {nullptr, nullptr};
       if (block + 1 < part.block_end)
-        next = page_of<N>(a, row, part.head, block + 1).ahead(a.pool_k, a.dim);
-      one_page(a, w, page_of<N>(a, row, part.head, block), next);
+        next = page_of(a, a.hot_k, a.pool_k, row, part.head, block + 1).ahead();
+      one_page(a, w, page_of(a, a.hot_k, a.pool_k, row, part.head, block),
+               page_of(a, a.hot_v, a.pool_v, row, part.head, block), next);
     }
     if (!partials && first < last)
       add_partials(padded, states + first * stride, page_partials + first * stride, last - first);
   }
   for (int i = 0; !partials && i < queries; i++)
     write_out(a, row, part.head, part.begin + i, states + i * stride);
-}
-
-static void attend(const Attention& a, const AttentionPart& part, float* partials, float* scratch) {
-  switch (a.cache) {
-    case Number::f16: return attend_pages<Number::f16>(a, part, partials, scratch);
-    case Number::bf16: return attend_pages<Number::bf16>(a, part, partials, scratch);
-    default: return attend_pages<Number::f32>(a, part, partials, scratch);
-  }
 }
 
 static void merge(const Attention& a, const AttentionPart& part, const float* partials,

@@ -13,6 +13,7 @@
 
 namespace mlxserve {
 
+void bind_append(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_matmul(nanobind::module_& m);
 void bind_program(nanobind::module_& m);

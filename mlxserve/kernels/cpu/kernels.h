@@ -116,6 +116,16 @@ struct Quantize {
   int bits, group;
 };
 
+// A head's page of keys or values, to be packed.
+struct PackPage {
+  const void* x;   // [PAGE, dim] of `number`
+  int64_t stride;  // between tokens, in numbers
+  Number number;   // f32, f16 or bf16
+  int dim, bits;   // bits: 8 or 4
+  uint8_t* codes;
+  uint16_t *scales, *biases;
+};
+
 struct Kernels {
   const char* name;
   // Panels begin .. end of rows row_begin .. row_end.
@@ -144,6 +154,8 @@ struct Kernels {
   // first: begin them; last: write the results.
   void (*merge)(const Attention&, const AttentionPart&, const float* partials, float* states,
                 bool first, bool last, int64_t begin, int64_t end);
+  void (*pack_keys)(const PackPage&);
+  void (*pack_values)(const PackPage&);
   // float32 numbers in float16 or bfloat16.
   void (*to_cache)(const float* x, uint16_t* out, Number type, int64_t count);
 };

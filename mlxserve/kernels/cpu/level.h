@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "matmul.h"
+#include "pack_pages.h"
 #include "quantize.h"
 #include "rope.h"
 #include "rows.h"
@@ -12,8 +13,8 @@
 namespace KERNELS {
 
 static constexpr mlxserve::Kernels table(const char* name) {
-  return {name, matmul, to_whole, rms_norm, layer_norm, gated, soft_cap,
-          rope, select, greedy,   quantize, attend,     merge, to_cache};
+  return {name,   matmul, to_whole, rms_norm, layer_norm, gated,     soft_cap,    rope,
+          select, greedy, quantize, attend,   merge,      pack_keys, pack_values, to_cache};
 }
 
 }  // namespace KERNELS

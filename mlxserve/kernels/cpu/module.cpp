@@ -9,6 +9,7 @@ NB_MODULE(MODULE_NAME, m) {
   m.def("threads", &threads);
   m.def("set_level", [](const std::string& name) { return set_level(name.c_str()); }, "name"_a);
   m.def("level", [] { return kernels().name; });
+  bind_append(m);
   bind_attention(m);
   bind_matmul(m);
   bind_program(m);

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include "bind.h"
+#include "cache_arrays.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -72,30 +73,6 @@ struct CacheSize {
   int64_t tokens, hot_pages, pool_pages;
 };
 
-Number number_of(const char* op, const char* argument, const mx::array& a) {
-  if (a.dtype() == mx::float32) return Number::f32;
-  if (a.dtype() == mx::float16) return Number::f16;
-  if (a.dtype() == mx::bfloat16) return Number::bf16;
-  refuse(op, std::string(argument) + " is " + text(a.dtype()) +
-                 ", expected float32, float16 or bfloat16");
-}
-
-// K and V arrays of one layer: of one type, with the same heads.
-void check_cache(const char* op, const mx::array& hot_k, const mx::array& hot_v,
-                 const mx::array& pool_k, const mx::array& pool_v) {
-  require_ndim(op, "hot_k", hot_k, 3);
-  require_ndim(op, "pool_k", pool_k, 4);
-  number_of(op, "hot_k", hot_k);
-  require_shape(op, "hot_v", hot_v, hot_k.shape());
-  require_shape(op, "pool_k", pool_k, {pool_k.shape(0), hot_k.shape(1), PAGE, hot_k.shape(2)});
-  require_shape(op, "pool_v", pool_v, pool_k.shape());
-  require_dtype(op, "hot_v", hot_v, hot_k.dtype());
-  require_dtype(op, "pool_k", pool_k, hot_k.dtype());
-  require_dtype(op, "pool_v", pool_v, hot_k.dtype());
-  if (hot_k.shape(0) % PAGE || hot_k.shape(1) < 1 || hot_k.shape(2) < 1)
-    refuse(op, "hot_k is " + text(hot_k.shape()) + ", expected whole pages of 64 tokens");
-}
-
 void check_rows(const RowsNeed& need, const PagedRow* rows, size_t count, const Attention& a,
                 const CacheSize& size) {
   const char* op = "paged_attention";
@@ -124,17 +101,26 @@ void attend(const Attention& a, size_t count, size_t pages, const CacheSize& siz
   run_attention(a, static_cast<int>(count));
 }
 
+PagePool pool_of(const PageFormat& format, const Inputs& in, size_t& at) {
+  PagePool pool{in[at++], nullptr, nullptr, format};
+  if (format.bits) {
+    pool.scales = static_cast<const uint16_t*>(in[at++]);
+    pool.biases = static_cast<const uint16_t*>(in[at++]);
+  }
+  return pool;
+}
+
 mx::array attention(const mx::array& q, const mx::array& hot_k, const mx::array& hot_v,
-                    const mx::array& pool_k, const mx::array& pool_v, const PagedRows& rows,
+                    const PoolArrays& pool_k, const PoolArrays& pool_v, const PagedRows& rows,
                     const mx::array& table, const mx::array& pages, float scale,
                     std::optional<int64_t> window, const std::optional<mx::array>& sinks,
                     std::optional<float> softcap) {
   const char* op = "paged_attention";
   require_ndim(op, "q", q, 3);
   require_dtype(op, "q", q, mx::float32);
-  check_cache(op, hot_k, hot_v, pool_k, pool_v);
+  const CacheFormat format = check_cache(op, hot_k, hot_v, pool_k, pool_v);
   Attention a{};
-  a.cache = number_of(op, "hot_k", hot_k);
+  a.cache = format.number;
   a.q_heads = q.shape(1), a.kv_heads = hot_k.shape(1), a.dim = q.shape(2);
   if (a.q_heads % a.kv_heads)
     refuse(op, std::to_string(a.q_heads) + " query heads can't share " +
@@ -149,12 +135,14 @@ mx::array attention(const mx::array& q, const mx::array& hot_k, const mx::array&
   if (softcap && !(*softcap > 0))
     refuse(op, "softcap is " + std::to_string(*softcap) + ", expected more than 0");
   a.scale = scale, a.softcap = softcap.value_or(0), a.window = window.value_or(0);
-  const CacheSize size{q.shape(0), hot_k.shape(0) / PAGE, pool_k.shape(0)};
+  const CacheSize size{q.shape(0), hot_k.shape(0) / PAGE, format.pool_pages};
   check_rows(rows.need, rows.rows.data(), rows.rows.size(), a, size);
   require_dtype(op, "table", table, mx::int32);
   require_dtype(op, "pages", pages, mx::int32);
   require_shape(op, "table", table, {static_cast<int>(rows.rows.size()), COLUMNS});
-  std::vector<mx::array> inputs = {q, hot_k, hot_v, pool_k, pool_v, table, pages};
+  std::vector<mx::array> inputs = {q, hot_k, hot_v, table, pages};
+  inputs.insert(inputs.end(), pool_k.begin(), pool_k.end());
+  inputs.insert(inputs.end(), pool_v.begin(), pool_v.end());
   if (sinks) {
     require_dtype(op, "sinks", *sinks, mx::float32);
     require_shape(op, "sinks", *sinks, {a.q_heads});
@@ -162,111 +150,19 @@ mx::array attention(const mx::array& q, const mx::array& hot_k, const mx::array&
   }
   const size_t count = rows.rows.size(), ids = pages.size();
   return lazy(op, inputs, {{q.shape(), mx::float32}},
-              [a, count, ids, size](const Inputs& in, const Outputs& out) {
+              [a, count, ids, size, format](const Inputs& in, const Outputs& out) {
                 Attention now = a;
                 now.q = static_cast<const float*>(in[0]);
                 now.out = static_cast<float*>(out[0]);
-                now.hot_k = in[1], now.hot_v = in[2], now.pool_k = in[3], now.pool_v = in[4];
-                now.rows = static_cast<const PagedRow*>(in[5]);
-                now.pages = static_cast<const int32_t*>(in[6]);
-                now.sinks = in.size() > 7 ? static_cast<const float*>(in[7]) : nullptr;
+                now.hot_k = in[1], now.hot_v = in[2];
+                now.rows = static_cast<const PagedRow*>(in[3]);
+                now.pages = static_cast<const int32_t*>(in[4]);
+                size_t at = 5;
+                now.pool_k = pool_of(format.keys, in, at);
+                now.pool_v = pool_of(format.values, in, at);
+                now.sinks = at < in.size() ? static_cast<const float*>(in[at]) : nullptr;
                 attend(now, count, ids, size);
               })[0];
-}
-
-// One layer's keys or values while new tokens are added.
-struct Store {
-  char* hot;
-  char* pool;
-  int64_t hot_tokens, pool_pages, heads, dim, item;
-  Number type;
-
-  int64_t token_bytes() const { return heads * dim * item; }
-
-  // Hot page to pool page, token-major to head-major.
-  void seal(int64_t from, int64_t to) const {
-    if (from < 0 || from >= hot_tokens / PAGE || to < 0 || to >= pool_pages) return;
-    const int64_t size = dim * item;
-    const char* page = hot + from * PAGE * token_bytes();
-    char* at = pool + to * PAGE * token_bytes();
-    for (int64_t head = 0; head < heads; head++)
-      for (int64_t t = 0; t < PAGE; t++, at += size)
-        std::memcpy(at, page + t * token_bytes() + head * size, size);
-  }
-
-  // A token outside of the array is not written: its index is somebody's mistake, not somebody's
-  // memory.
-  void append(int64_t token, int32_t index, const void* x, bool narrow) const {
-    if (index < 0 || index >= hot_tokens) return;
-    char* to = hot + index * token_bytes();
-    const int64_t count = heads * dim;
-    if (narrow)
-      kernels().to_cache(static_cast<const float*>(x) + token * count,
-                         reinterpret_cast<uint16_t*>(to), type, count);
-    else std::memcpy(to, static_cast<const char*>(x) + token * token_bytes(), token_bytes());
-  }
-};
-
-// Seals pages (moves [n, 2] int32: hot page, pool page), then puts tokens k, v [T, Hk, D] at flat
-// hot positions index [T] int32. Returns the four arrays. One op for all of it: nothing else holds
-// a buffer of them in between, so they are written where they are.
-std::vector<mx::array> append(const mx::array& hot_k, const mx::array& hot_v,
-                              const mx::array& pool_k, const mx::array& pool_v,
-                              const mx::array& index, const mx::array& k, const mx::array& v,
-                              const std::optional<mx::array>& moves) {
-  const char* op = "append";
-  check_cache(op, hot_k, hot_v, pool_k, pool_v);
-  require_ndim(op, "index", index, 1);
-  require_dtype(op, "index", index, mx::int32);
-  require_shape(op, "k", k, {index.shape(0), hot_k.shape(1), hot_k.shape(2)});
-  require_shape(op, "v", v, k.shape());
-  require_dtype(op, "v", v, k.dtype());
-  const bool narrow = k.dtype() != hot_k.dtype();
-  if (narrow) require_dtype(op, "k", k, mx::float32);
-  std::vector<mx::array> inputs = {hot_k, hot_v, index, k, v};
-  std::vector<OutputSpec> outputs = {{hot_k.shape(), hot_k.dtype(), 0},
-                                     {hot_v.shape(), hot_v.dtype(), 1}};
-  int n_moves = 0;
-  if (moves) {
-    require_dtype(op, "moves", *moves, mx::int32);
-    require_ndim(op, "moves", *moves, 2);
-    n_moves = moves->shape(0);
-    require_shape(op, "moves", *moves, {n_moves, 2});
-    inputs.insert(inputs.end(), {pool_k, pool_v, *moves});
-    outputs.push_back({pool_k.shape(), pool_k.dtype(), 5});
-    outputs.push_back({pool_v.shape(), pool_v.dtype(), 6});
-  }
-  const Store store{nullptr,
-                    nullptr,
-                    hot_k.shape(0),
-                    pool_k.shape(0),
-                    hot_k.shape(1),
-                    hot_k.shape(2),
-                    static_cast<int64_t>(hot_k.itemsize()),
-                    number_of(op, "hot_k", hot_k)};
-  auto made =
-      lazy(op, inputs, outputs,
-           [store, narrow, n_moves, tokens = index.shape(0)](const Inputs& in, const Outputs& out) {
-             Store stores[2] = {store, store};
-             for (int i = 0; i < 2; i++) {
-               stores[i].hot = static_cast<char*>(out[i]);
-               stores[i].pool = n_moves ? static_cast<char*>(out[2 + i]) : nullptr;
-             }
-             // A page that is sealed may be written anew in this very step: all seals come first.
-             parallel_for(2 * n_moves, 2, [&](int64_t begin, int64_t end) {
-               for (int64_t i = begin; i < end; i++) {
-                 const auto* move = static_cast<const int32_t*>(in[7]) + i / 2 * 2;
-                 stores[i % 2].seal(move[0], move[1]);
-               }
-             });
-             parallel_for(tokens, 64, [&](int64_t begin, int64_t end) {
-               const auto* at = static_cast<const int32_t*>(in[2]);
-               for (int64_t t = begin; t < end; t++)
-                 for (int i = 0; i < 2; i++) stores[i].append(t, at[t], in[3 + i], narrow);
-             });
-           });
-  if (!moves) made.insert(made.end(), {pool_k, pool_v});
-  return made;
 }
 
 }  // namespace
@@ -282,8 +178,6 @@ void bind_attention(nb::module_& m) {
   m.def("paged_attention", &attention, "q"_a, "hot_k"_a, "hot_v"_a, "pool_k"_a, "pool_v"_a,
         "rows"_a, "table"_a, "page_ids"_a, "scale"_a, "window"_a.none(), "sinks"_a.none(),
         "softcap"_a.none());
-  m.def("append", &append, "hot_k"_a, "hot_v"_a, "pool_k"_a, "pool_v"_a, "index"_a, "k"_a, "v"_a,
-        "moves"_a.none());
 }
 
 }  // namespace mlxserve

@@ -18,15 +18,32 @@ struct PagedRow {
   int32_t pages_at;   // where its page ids begin
 };
 
+// How a head's page lies in a pool: numbers of the cache's type [PAGE, dim], where bits is 0. Else
+// groups of codes, low bits first, each with a scale and a bias (see kernels/pages.py): of keys, one
+// for each channel; of values, `VALUE_GROUP` channels of a token.
+struct PageFormat {
+  int bits, group, groups;
+
+  ALWAYS_INLINE int64_t code_bytes() const { return (int64_t)groups * group * bits / 8; }
+};
+constexpr int VALUE_GROUP = 32;
+
+// All sealed keys or values, [pages, kv_heads] pages of a head.
+struct PagePool {
+  const void* data;                 // numbers or codes
+  const uint16_t *scales, *biases;  // float16; null for plain numbers
+  PageFormat format;
+};
+
 struct Attention {
-  const float* q;               // [T, q_heads, dim]
-  float* out;                   // like q
-  const void *hot_k, *hot_v;    // [hot pages * PAGE, kv_heads, dim]
-  const void *pool_k, *pool_v;  // [pool pages, kv_heads, PAGE, dim]
+  const float* q;             // [T, q_heads, dim]
+  float* out;                 // like q
+  const void *hot_k, *hot_v;  // [hot pages * PAGE, kv_heads, dim]
+  PagePool pool_k, pool_v;
   const PagedRow* rows;
   const int32_t* pages;  // of all rows, end to end
   const float* sinks;    // [q_heads] or null
-  Number cache;          // f32, f16 or bf16
+  Number cache;          // of hot pages and plain pools: f32, f16 or bf16
   float scale, softcap;  // softcap: 0 for none
   int64_t window;        // tokens, the query's own among them; 0 for none
   int q_heads, kv_heads, dim;

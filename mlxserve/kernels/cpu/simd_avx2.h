@@ -76,6 +76,20 @@ BOTH(vf, vselect_less(vf x, vf y, vf yes, vf no),
 
 #undef BOTH
 
+// 16 numbers of 4 bits, low bits first.
+static inline vi iload_u4(const uint8_t* p) {
+  const auto word = [](const uint8_t* at) {
+    return _mm256_castps_si256(_mm256_broadcast_ss((const float*)at));
+  };
+  const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28),
+                low = _mm256_set1_epi32(15);
+  return {_mm256_and_si256(_mm256_srlv_epi32(word(p), shifts), low),
+          _mm256_and_si256(_mm256_srlv_epi32(word(p + 4), shifts), low)};
+}
+static inline float widen_f16(uint16_t x) {
+  return _cvtsh_ss(x);
+}
+
 // table[..] for the two nibbles of each lane, in bits 0 to 3 and 16 to 19; the table isn't
 // negative.
 static inline vi ilookup_pairs(const int8_t table[16], vi x) {

@@ -121,6 +121,16 @@ static inline vf vselect_less(vf x, vf y, vf yes, vf no) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), no, yes);
 }
 
+// 16 numbers of 4 bits, low bits first.
+static inline vi iload_u4(const uint8_t* p) {
+  const __m128i pairs = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+  const __m128i apart = _mm_or_si128(pairs, _mm_slli_epi16(pairs, 4));
+  return _mm512_cvtepu8_epi32(_mm_and_si128(apart, _mm_set1_epi8(15)));
+}
+static inline float widen_f16(uint16_t x) {
+  return _cvtsh_ss(x);
+}
+
 // table[..] for the two nibbles of each lane, in bits 0 to 3 and 16 to 19; the table isn't
 // negative.
 static inline vi ilookup_pairs(const int8_t table[16], vi x) {

@@ -48,6 +48,8 @@ LANEWISE(vi, ishr(vi x, int n), (int32_t)((uint32_t)x.v[i] >> n))
 LANEWISE(vi, ishr_signed(vi x, int n), x.v[i] >> n)
 LANEWISE(vi, imax(vi x, vi y), x.v[i] > y.v[i] ? x.v[i] : y.v[i])
 LANEWISE(vi, iload_u8(const uint8_t* p), p[i])
+// 16 numbers of 4 bits, low bits first.
+LANEWISE(vi, iload_u4(const uint8_t* p), p[i / 2] >> 4 * (i % 2) & 15)
 LANEWISE(vi, iload_u16(const uint16_t* p), p[i])
 
 LANEWISE(vf, vfrom(vi x), (float)x.v[i])
@@ -66,6 +68,9 @@ LANEWISE(vi, ilookup_pairs(const int8_t table[16], vi x),
 
 #undef LANEWISE
 
+static inline float widen_f16(uint16_t x) {
+  return mlxserve::f16_value(x);
+}
 static inline vi iload(const void* p) {
   vi r;
   memcpy(&r, p, sizeof r);

@@ -1,0 +1,164 @@
+"""Sealed pages in 8 or 4 bits: keys in groups per channel, values in groups per token.
+
+Keys have channels that are large in every token, values don't (KIVI, Liu et al. 2024,
+arXiv:2402.02750). A number is `code * scale + bias` in float32, where the product is exact.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+PAGE_TOKENS = 64  # cache.spec's, which this package may not import
+VALUE_GROUP = 32  # channels that share a scale
+LARGEST = 65504.0  # of float16
+
+
+class PackedPages(NamedTuple):
+    """Keys or values of a whole pool, packed. To MLX it is a tuple of three arrays.
+
+    codes: uint32, low bits first, as `mx.quantize` lays them
+        keys: `[pages, Hk, D, 64 * bits / 32]`, a channel's 64 tokens end to end;
+        values: `[pages, Hk, 64, Dp * bits / 32]`, a token's channels, up to a multiple of 32.
+    scales, biases: float16, one for each group
+        keys: `[pages, Hk, D]`; values: `[pages, Hk, 64, Dp / 32]`.
+    """
+
+    codes: mx.array
+    scales: mx.array
+    biases: mx.array
+
+
+# Keys or values of a pool: plain, `[pages, Hk, 64, D]`, or packed.
+Pool = mx.array | PackedPages
+
+
+def arrays_of(pool: Pool) -> tuple[mx.array, ...]:
+    """The plain array, or codes, scales and biases."""
+    return tuple(pool) if isinstance(pool, PackedPages) else (pool,)
+
+
+def pool_of(arrays: Sequence[mx.array]) -> Pool:
+    """What `arrays_of` took apart."""
+    return PackedPages(*arrays) if len(arrays) > 1 else arrays[0]
+
+
+def pack_keys(keys: mx.array, bits: int) -> PackedPages:
+    """Pages of keys in codes of `bits` bits, 8 or 4.
+
+    keys: `[pages, Hk, 64, D]`, floating. Of each group, with `top = 2^bits - 1` and in float32:
+
+        bias = float16(min)    scale = float16((max - min) / top)
+        code = clip(rint((x - bias) / scale), 0, top), or 0 where scale is 0
+
+    Codes are taken against the rounded scale and bias, so that they are off by half a step. Scales
+    and biases stop at float16's largest number. A group with a number that isn't finite becomes NaN
+    as a whole, so that it shows. Raises ValueError for other bits, shapes and dtypes.
+    """
+    _check_pages(keys, bits)
+    codes, scales, biases = _pack(keys.swapaxes(2, 3), PAGE_TOKENS, bits)
+    return PackedPages(codes, scales.squeeze(-1), biases.squeeze(-1))
+
+
+def pack_values(values: mx.array, bits: int) -> PackedPages:
+    """Pages of values, in the same way as `pack_keys`, in groups of 32 channels of a token.
+
+    values: `[pages, Hk, 64, D]`. A last group that D doesn't fill repeats the last channel.
+    """
+    _check_pages(values, bits)
+    return _pack(values, VALUE_GROUP, bits)
+
+
+def unpack_keys(packed: PackedPages) -> mx.array:
+    """Float32 `[pages, Hk, 64, D]`. Raises ValueError where the arrays don't fit together."""
+    bits = _key_bits(packed)
+    per_group = PackedPages(packed.codes, packed.scales[..., None], packed.biases[..., None])
+    return _unpack(per_group, PAGE_TOKENS, bits).swapaxes(2, 3)
+
+
+def unpack_values(packed: PackedPages, dim: int) -> mx.array:
+    """Float32 `[pages, Hk, 64, D]`, D = `dim`. Raises ValueError where the arrays don't fit."""
+    bits = _value_bits(packed)
+    if packed.scales.shape[-1] != -(-dim // VALUE_GROUP):
+        raise ValueError(
+            f"packed values have {packed.scales.shape[-1]} groups of 32 channels, D is {dim}"
+        )
+    return _unpack(packed, VALUE_GROUP, bits)[..., :dim]
+
+
+def keys_like(pool: Pool, keys: mx.array) -> Pool:
+    """Pages of keys, `[pages, Hk, 64, D]`, in the form that the pool's have."""
+    return pack_keys(keys, _key_bits(pool)) if isinstance(pool, PackedPages) else keys
+
+
+def values_like(pool: Pool, values: mx.array) -> Pool:
+    """Pages of values, `[pages, Hk, 64, D]`, in the form that the pool's have."""
+    return pack_values(values, _value_bits(pool)) if isinstance(pool, PackedPages) else values
+
+
+def _key_bits(packed: PackedPages) -> int:
+    return _bits("keys", packed, packed.codes.shape[:3], PAGE_TOKENS)
+
+
+def _value_bits(packed: PackedPages) -> int:
+    groups = packed.scales.shape[-1]
+    return _bits("values", packed, (*packed.codes.shape[:3], groups), groups * VALUE_GROUP)
+
+
+def _bits(what: str, packed: PackedPages, per_group: tuple[int, ...], numbers: int) -> int:
+    """8 or 4, from shapes. per_group: of scales; numbers: codes of a row. Raises ValueError."""
+    codes, scales, biases = packed
+    dtypes = [x.dtype for x in packed]
+    if dtypes != [mx.uint32, mx.float16, mx.float16]:
+        raise ValueError(f"packed {what} are {dtypes}, expected uint32, float16 and float16")
+    if codes.ndim != 4 or not scales.shape == biases.shape == per_group:
+        raise ValueError(
+            f"packed {what} have codes {codes.shape}, scales {scales.shape} and biases "
+            f"{biases.shape}, which don't fit together"
+        )
+    for bits in (8, 4):
+        if codes.shape[3] * 32 == numbers * bits:
+            return bits
+    raise ValueError(
+        f"packed {what} have {codes.shape[3]} words for {numbers} codes, expected 8 or 4 bits each"
+    )
+
+
+def _check_pages(x: mx.array, bits: int) -> None:
+    if bits not in (4, 8):
+        raise ValueError(f"pages are packed in 4 or 8 bits, not in {bits}")
+    if x.ndim != 4 or x.shape[2] != PAGE_TOKENS or not mx.issubdtype(x.dtype, mx.floating):
+        raise ValueError(
+            f"pages are {x.shape} in {x.dtype}, expected [pages, heads, 64, D] in a floating type"
+        )
+
+
+def _pack(x: mx.array, group: int, bits: int) -> PackedPages:
+    """Groups along the last axis, which is filled up to whole ones. x: `[pages, Hk, rows, n]`."""
+    *outer, n = x.shape
+    top = (1 << bits) - 1
+    # What fills up a group is one of its numbers, and so changes neither its min nor its max.
+    x = mx.pad(x.astype(mx.float32), [(0, 0)] * 3 + [(0, -n % group)], mode="edge")
+    groups = x.shape[-1] // group
+    x = x.reshape(*outer, groups, group)
+    low, high = x.min(-1) + 0.0, x.max(-1) + 0.0  # either may be -0, by chance
+    finite = mx.isfinite(x).all(-1)
+    biases = mx.where(finite, mx.clip(low, -LARGEST, LARGEST), mx.nan)
+    scales = mx.where(finite, mx.minimum((high - low) / top, LARGEST), 0.0)
+    biases, scales = biases.astype(mx.float16), scales.astype(mx.float16)
+    bias, scale = biases.astype(mx.float32)[..., None], scales.astype(mx.float32)[..., None]
+    codes = mx.clip(mx.round((x - bias) / scale), 0, top)
+    codes = mx.where(scale > 0, codes, 0.0).astype(mx.uint32)
+    codes = codes.reshape(*outer, groups * group * bits // 32, 32 // bits)
+    words = mx.left_shift(codes, mx.arange(0, 32, bits, dtype=mx.uint32)).sum(-1)
+    return PackedPages(words, scales, biases)
+
+
+def _unpack(packed: PackedPages, group: int, bits: int) -> mx.array:
+    """The inverse, with the last group whole. scales, biases: `[pages, Hk, rows, groups]`."""
+    shifts = mx.arange(0, 32, bits, dtype=mx.uint32)
+    codes = mx.right_shift(packed.codes[..., None], shifts) & ((1 << bits) - 1)
+    codes = codes.flatten(-2).astype(mx.float32)
+    codes = mx.unflatten(codes, -1, (packed.scales.shape[-1], group))
+    scales, biases = (x.astype(mx.float32)[..., None] for x in (packed.scales, packed.biases))
+    return (codes * scales + biases).flatten(-2)
