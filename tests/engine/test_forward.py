@@ -154,13 +154,18 @@ def cache_arrays():
     return arrays
 
 
+def append(module, cache, index, k):
+    hot_k, hot_v, pool_k, pool_v = cache
+    return module.append(hot_k, hot_v, (pool_k,), (pool_v,), index, k, k, None)
+
+
 @native
 def test_runs_that_are_queued_write_one_state_in_turn():
     module = registry.recorder()
     index, k = mx.array([0], mx.int32), mx.ones((1, 1, 4))
     before, ones = cache_arrays(), mx.ones((4,))
     mx.eval(ones)
-    after = module.append(*before, index, k, k, None)
+    after = append(module, before, index, k)
     program = module.record([index, k], before, [module.rms_norm(k, ones, 0.0)], after)
     held = cache_arrays()
     state = module.State(held)
@@ -179,14 +184,14 @@ def test_a_state_that_is_not_written_in_place_is_refused():
     module = registry.recorder()
     index, k = mx.array([0], mx.int32), mx.ones((1, 1, 4))
     before = cache_arrays()
-    after = module.append(*before, index, k, k, None)
+    after = append(module, before, index, k)
     with pytest.raises(ValueError, match="another number of arrays after"):
         module.record([index, k], before, [k], after[:3])
     with pytest.raises(ValueError, match="its state isn't written in place"):
         module.record([index, k], before, [k], [after[1], after[0], *after[2:]])
     with pytest.raises(ValueError, match="isn't part of its state"):
         module.record([index, k, *before], [], [after[0]], [])
-    again = module.append(*before, index, k, k, None)  # reads what the first has written over
+    again = append(module, before, index, k)  # reads what the first has written over
     with pytest.raises(ValueError, match="isn't part of its state"):
         module.record([index, k], before, [again[0]], after)
 

@@ -158,23 +158,26 @@ def test_a_recorded_step_reads_and_keeps_packed_pages():
     if kernels is None:
         pytest.skip("only on machines with the native kernels")
 
-    def step(q, k, hot_k, hot_v, table, ids, index, *pools):
+    def step(q, k, table, ids, index, hot_k, hot_v, *pools):
         pool = PackedPages(*pools[:3]), PackedPages(*pools[3:])
         hot, pool = append((hot_k, hot_v), pool, index, k, k)
         handle = paged.described.handle(kernels)
         sides = (tuple(pool[0]), tuple(pool[1]))
         out = kernels.paged_attention(q, *hot, *sides, handle, table, ids, 0.2, None, None, None)
-        return [out, *hot, *sides[0], *sides[1]]
+        return out, [*hot, *sides[0], *sides[1]]
 
     paged = Paged([(130, 1), (70, 1)], 2, 24, bits=(8, 4))
     index = mx.array([int(paged.described.pages[2]) * P + 2], mx.int32)
     q, k = mx.random.normal((2, 6, 24)), mx.random.normal((1, 2, 24))
-    given = [q, k, *paged.hot, *paged.described.arrays, index, *paged.pool[0], *paged.pool[1]]
-    copies = [x + 0 for x in given]
-    mx.eval(given, copies)
-    program = kernels.record(given, step(*given))
-    for got, expected in zip(program.run(copies), step(*given), strict=True):
-        same_bits([got], [np.array(expected)])
+    given = [q, k, *paged.described.arrays, index]
+    cache = [*paged.hot, *paged.pool[0], *paged.pool[1]]
+    copies = [x + 0 for x in cache]
+    mx.eval(given, cache, copies)
+    expected, after = step(*given, *cache)
+    program = kernels.record(given, cache, [expected], after)
+    (got,) = program.run(given, kernels.State(copies))
+    for one, other in zip([got, *copies], [expected, *after], strict=True):
+        same_bits([one], [np.array(other)])
 
 
 def test_bits_and_pages_that_cannot_be_packed_are_refused():

@@ -152,7 +152,7 @@ def _how(scale: float, softcap: float) -> mx.array:
 
 
 def _source(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text("utf-8")
+    return resources.files("mlxserve.kernels.metal").joinpath(name).read_text("utf-8")
 
 
 PARTS = Kernel(
