@@ -11,12 +11,12 @@
 // Tokens outside low .. position are never read.
 //
 // q       [T, Hq, D]           hot_k, hot_v    [hot pages * 64, Hk, D]
-// how     scale, softcap       pool_k, pool_v  [pages, Hk, 64, D], in T like hot
+// how     scale, softcap       pool_k, pool_v  [pages, Hk, 64, D], all in T
 // rows    [R, 8]: token of q, position, low, first page, sealed pages, where in pages, first item, items
 // work    [items, 4]: row, page begin, page end, unused
 // pages   page ids of all rows
 // partial [items, Hq, D]       sums of p * v, where p = exp(score - largest)
-// tops    [items, Hq, 2]       largest score, sum of p
+// tops    [Hq, items, 2]       largest score, sum of p
 constexpr int PAGE = 64;
 constexpr int WORDS = D / 2;       // of a token; a word holds two numbers
 constexpr int VECTORS = D / 8;     // of a token; a vector holds four words
@@ -40,18 +40,21 @@ const int kv_heads = int(threadgroups_per_grid.y) / (G / H);
 const int q_heads = kv_heads * G;
 const int q_head = int(threadgroup_position_in_grid.y) * H;
 
-const int row = work[item * 4] * 8;
-const int page_begin = work[item * 4 + 1];
-const int page_end = work[item * 4 + 2];
-const int position = rows[row + 1];
-const int low = rows[row + 2];
-const int first_page = rows[row + 3];
-const int sealed = rows[row + 4];
-const int pages_at = rows[row + 5];
+const int4 part_of = ((const device int4*)work)[item];
+const int4 row = ((const device int4*)rows)[part_of.x * 2];
+const int4 row_pages = ((const device int4*)rows)[part_of.x * 2 + 1];
+const int page_begin = part_of.y;
+const int page_end = part_of.z;
+const int position = row.y;
+const int low = row.z;
+const int first_page = row.w;
+const int sealed = row_pages.x;
+const int pages_at = row_pages.y;
 
-const long q_at = (long(rows[row]) * q_heads + q_head) * D;
-threadgroup float* queries_flat = (threadgroup float*)queries;
-for (int i = thread_id; i < H * D; i += NSG * 32) queries_flat[i] = float(q[q_at + i]) * how[0];
+const float scale = how[0];
+const device uint* q_words = (const device uint*)(q + (long(row.x) * q_heads + q_head) * D);
+for (int i = thread_id; i < H * WORDS; i += NSG * 32)
+  ((threadgroup float2*)queries)[i] = unpack<T>(q_words[i]) * scale;
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 threadgroup uint4* tile = tiles + simd_gid * TILE * LINE;
@@ -140,7 +143,8 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 
 device float2* partial_pairs = (device float2*)partial;
 device float2* tops_pairs = (device float2*)tops;
-const long out_at = long(item) * q_heads + q_head;
+const int items = int(threadgroups_per_grid.x);
+const long out_at = (long(item) * q_heads + q_head) * WORDS;
 for (int i = thread_id; i < H * WORDS; i += NSG * 32) {
   const int h = i / WORDS;
   float largest = LOWEST;
@@ -152,6 +156,6 @@ for (int i = thread_id; i < H * WORDS; i += NSG * 32) {
     total += share * found[s * H + h].y;
     value += share * ((const threadgroup float2*)(tiles + s * TILE * LINE))[i];
   }
-  partial_pairs[out_at * WORDS + i] = value;
-  if (i % WORDS == 0) tops_pairs[out_at + h] = float2(largest, total);
+  partial_pairs[out_at + i] = value;
+  if (i % WORDS == 0) tops_pairs[long(q_head + h) * items + item] = float2(largest, total);
 }

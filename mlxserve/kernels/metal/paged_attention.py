@@ -98,7 +98,7 @@ def parts(
     scale: float,
     softcap: float | None,
 ) -> Launch:
-    """The first launch: partial `[items, Hq, D]` and tops `[items, Hq, 2]`, float32."""
+    """The first launch: partial `[items, Hq, D]` and tops `[Hq, items, 2]`, float32."""
     (_, q_heads, dim), kv_heads = q.shape, hot[0].shape[1]
     group = q_heads // kv_heads
     heads = _heads_together(group, dim)
@@ -114,11 +114,19 @@ def parts(
     threads = 32 * SIMDGROUPS
     return Launch(
         kernel=PARTS,
-        arrays=(q, *hot, *pool, plan.rows, plan.work, plan.pages, _how(scale, softcap or 0.0)),
+        arrays=(
+            q.astype(hot[0].dtype),
+            *hot,
+            *pool,
+            plan.rows,
+            plan.work,
+            plan.pages,
+            _how(scale, softcap or 0.0),
+        ),
         template=tuple(template.items()),
         grid=(plan.items * threads, kv_heads * (group // heads), 1),
         threadgroup=(threads, 1, 1),
-        shapes=((plan.items, q_heads, dim), (plan.items, q_heads, 2)),
+        shapes=((plan.items, q_heads, dim), (q_heads, plan.items, 2)),
         dtypes=(mx.float32, mx.float32),
     )
 

@@ -10,15 +10,16 @@ const int lane = int(thread_index_in_simdgroup);
 const int row = int(threadgroup_position_in_grid.x);
 const int head = int(threadgroup_position_in_grid.y);
 const int q_heads = int(threadgroups_per_grid.y);
-const int item = rows[row * 8 + 6];
-const int items = rows[row * 8 + 7];
-const device float2* found = (const device float2*)tops;
+const int4 row_items = ((const device int4*)rows)[row * 2 + 1];
+const int item = row_items.z;
+const int items = row_items.w;
+const device float2* found = (const device float2*)tops + long(head) * tops_shape[1] + item;
 const device float2* partial_pairs = (const device float2*)partial;
 
 float largest = -1e30f;
 if (SINKS) largest = float(sinks[head]);
 for (int i = lane; i < items; i += 32)
-  largest = metal::max(largest, found[long(item + i) * q_heads + head].x);
+  largest = metal::max(largest, found[i].x);
 largest = simd_max(largest);
 
 float total = 0.0f;
@@ -30,7 +31,7 @@ for (int first = 0; first < items; first += 32) {
   float share = 0.0f;
   float sum = 0.0f;
   if (mine < items) {
-    const float2 top = found[long(item + mine) * q_heads + head];
+    const float2 top = found[mine];
     share = metal::precise::exp(top.x - largest);
     sum = top.y;
   }
