@@ -5,7 +5,11 @@ Environment:
         ~/.cache/mlxserve).
     MLXSERVE_DEBUG: 1 prints the traceback of every error (default: off).
     MLXSERVE_KERNELS: for debugging, "reference" computes everything with MLX's own operations;
-        "attention=reference,matmul=native" chooses op by op (default: see `mlxserve doctor`).
+        "attention=reference,matmul=native" chooses op by op; "attention=metal" takes the Metal
+        kernel unchecked (default: see `mlxserve doctor`).
+    MLXSERVE_KERNEL_CHECK_S: how many seconds the check of a Metal kernel may take, once per Mac and
+        kind of layer, when a model loads (default: 60).
+    MLXSERVE_METAL_STAND_IN: for tests, a module whose `run(launch)` plays the GPU of a Mac.
     MLXSERVE_CPU_LEVEL: avx512vnni, avx512, avx2 or portable, for the native CPU kernels (default:
         the best).
     MLXSERVE_CPU_THREADS: threads of the native CPU kernels (default: the cores it may use).
@@ -25,6 +29,7 @@ from mlxserve.errors import RequestError
 DEFAULT_MODEL = "smollm2-135m"
 CPU_LEVELS = ("avx512vnni", "avx512", "avx2", "portable")
 MAX_CPU_THREADS = 256
+MAX_KERNEL_CHECK_S = 3600
 
 
 def home() -> Path:
@@ -50,12 +55,33 @@ def kernel_overrides() -> dict[str, str]:
     chosen = {}
     for part in filter(None, os.environ.get("MLXSERVE_KERNELS", "").split(",")):
         op, _, name = part.strip().rpartition("=")
-        if name not in ("reference", "native"):
+        if name not in ("reference", "native", "metal"):
             raise RequestError(
-                f"MLXSERVE_KERNELS has {part!r}; write reference, native, or OP=reference,OP=native"
+                f"MLXSERVE_KERNELS has {part!r}; write reference, native, metal, or OP=reference, "
+                "OP=native, OP=metal"
             )
         chosen[op] = name
     return chosen
+
+
+def kernel_check_s() -> float:
+    """Seconds that the check of a Metal kernel may take. Raises RequestError."""
+    text = os.environ.get("MLXSERVE_KERNEL_CHECK_S") or "60"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= MAX_KERNEL_CHECK_S:
+        raise RequestError(
+            f"MLXSERVE_KERNEL_CHECK_S is {text!r}; it must be a number of seconds above 0, up to "
+            f"{MAX_KERNEL_CHECK_S}"
+        )
+    return seconds
+
+
+def metal_stand_in() -> str | None:
+    """The module that plays a Mac's GPU in tests, or None."""
+    return os.environ.get("MLXSERVE_METAL_STAND_IN") or None
 
 
 def cpu_level() -> str | None:

@@ -1,6 +1,8 @@
-"""Small files of a model directory: none leads out of it, and none is too large to be read."""
+"""Small files: a model directory's, of which none leads out of it or is too large; and ours."""
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +59,20 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise damaged(path, "it is not a JSON object")
     return value
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a whole file: who reads it meanwhile gets the old one or the new one. Raises OSError.
+
+    Its directory must exist.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as f:
+            f.write(data)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlxserve import device
 from mlxserve.errors import CapacityError
 
 # Left for activations, the tokenizer and everyone else's needs.
@@ -34,10 +35,8 @@ class CachePlan:
 
 def device_limit_bytes() -> int:
     """What this process may use: Metal's recommended working set, or a CPU's free memory."""
-    import mlx.core as mx
-
-    if mx.metal.is_available():
-        return int(mx.device_info()["max_recommended_working_set_size"])
+    if device.has_metal():
+        return device.recommended_bytes()
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for line in _lines("/proc/meminfo"):
         if line.startswith("MemAvailable:"):

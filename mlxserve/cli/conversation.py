@@ -1,12 +1,11 @@
 """The messages of a chat: what the model is sent, and how they are saved and loaded."""
 
 import json
-import os
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mlxserve import files
 from mlxserve.errors import RequestError
 
 MAX_FILE_BYTES = 64 << 20
@@ -63,17 +62,9 @@ class Conversation:
                     f"{path} exists and isn't a saved chat; choose another name"
                 ) from None
         text = json.dumps(self.all_messages(), ensure_ascii=False, indent=1) + "\n"
-        temporary = None
         try:
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            with os.fdopen(handle, "wb") as f:
-                f.write(text.encode(errors="replace"))
-                f.flush()
-                os.fsync(f.fileno())
-            os.replace(temporary, path)
+            files.replace(path, text.encode(errors="replace"))
         except OSError as error:
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
             raise RequestError(f"{path} can't be written: {error.strerror}; try another") from None
 
 

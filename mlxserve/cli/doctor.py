@@ -6,12 +6,13 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 
 from mlxserve import config
 from mlxserve.cli import terminal
+from mlxserve.errors import RequestError
 from mlxserve.report import count_bytes
 
 _COLOURS = {"ok": typer.colors.GREEN, "note": typer.colors.YELLOW, "wrong": typer.colors.RED}
@@ -27,12 +28,26 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
-def doctor() -> None:
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="With --kernels: this model's layers.")
+    ] = None,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Check every kernel now, and time those for Metal.")
+    ] = False,
+) -> None:
     """Say what this machine is and whether mlxserve can work here.
 
-    The exit code is 0 if it can, and 1 if something has to be put right first.
+    The exit code is 0 if it can, and 1 if something has to be put right first, or, with --kernels,
+    if a kernel fails its check.
     """
     terminal.end_on_broken_pipe()
+    if kernels:
+        from mlxserve.cli.kernel_table import show_kernels
+
+        raise typer.Exit(0 if show_kernels(model) else 1)
+    if model is not None:
+        raise RequestError(f"MODEL is {model!r} without --kernels; add that, or leave MODEL out")
     wrong = 0
     for finding in _examine():
         mark = typer.style(f"{finding.state:5}", fg=_COLOURS[finding.state])
@@ -81,7 +96,7 @@ def _mlx() -> Iterator[Finding]:
     if pinned:
         again = f"pip install --force-reinstall '{pinned}'"
     try:
-        import mlx.core as mx
+        from mlxserve import device
     except ImportError as error:
         yield Finding("mlx", f"can't be imported: {error}", "wrong", again)
         return
@@ -91,9 +106,8 @@ def _mlx() -> Iterator[Finding]:
     else:
         yield Finding("mlx", version)
 
-    info = mx.device_info()
-    name = str(info.get("device_name", "unknown"))
-    if mx.metal.is_available():
+    name = device.name()
+    if device.has_metal():
         yield Finding("device", f"{name}, GPU through Metal")
     elif platform.system() == "Darwin":
         fix = "use a native macOS session; virtual machines often have no Metal"

@@ -74,8 +74,7 @@ def confirm(question: str, instead: str) -> None:
 
 def describe(new: HubModel) -> list[str]:
     """The lines before the question: what is downloaded, and how it will run here."""
-    import mlx.core as mx
-
+    from mlxserve import device
     from mlxserve.engine import footprint
     from mlxserve.kernels import matmul
     from mlxserve.memory import device_limit_bytes
@@ -83,7 +82,7 @@ def describe(new: HubModel) -> list[str]:
 
     size = count_bytes
     config, elements = read_config(new)
-    metal, limit = mx.metal.is_available(), device_limit_bytes()
+    metal, limit = device.has_metal(), device_limit_bytes()
     weights = footprint.loaded_bytes(
         config, new.weight_bytes, form=matmul.form(), elements=elements
     )
@@ -104,7 +103,7 @@ def describe(new: HubModel) -> list[str]:
     else:
         verdict = "NO: it won't run on this machine; take a smaller model or quantisation"
     lines.append(f"  fits      {verdict} (models may use {size(limit)})")
-    name = str(mx.device_info().get("device_name", "unknown")) if metal else ""
+    name = device.name() if metal else ""
     bandwidth, origin = footprint.memory_bandwidth(name)
     lines.append(
         f"  speed     at most {_round(bandwidth / weights)} tokens/s, with {bandwidth / 1e9:.0f} "

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxserve import device
 from mlxserve.cache.manager import CacheManager, LayerGroup, group_layers, pages_in_window
 from mlxserve.cache.spec import PAGE_TOKENS
 from mlxserve.cache.storage import Storage, page_bytes
@@ -259,6 +260,6 @@ def plan_pages(
 
 def _free_bytes(config: EngineConfig) -> int:
     """What the cache may take, once the weights are there."""
-    if config.memory_limit_bytes is None and not mx.metal.is_available():
+    if config.memory_limit_bytes is None and not device.has_metal():
         return device_limit_bytes()  # what is available now: the weights are taken off already
     return (config.memory_limit_bytes or device_limit_bytes()) - mx.get_active_memory()

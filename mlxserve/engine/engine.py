@@ -17,10 +17,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
+from mlxserve import device
 from mlxserve.config import EngineConfig
 from mlxserve.engine.core import Core, EngineInfo, EngineStats, TokenQueue
 from mlxserve.errors import EngineDead
@@ -141,7 +143,9 @@ class Engine:
 
     def _main(self, load_model: Callable[[], Model], started: queue.SimpleQueue) -> None:
         core = None
+        limits = ExitStack()
         try:
+            limits.enter_context(device.wired_memory())
             core = Core(load_model(), self.config)
             started.put(core.info)
             self._loop(core)
@@ -153,7 +157,8 @@ class Engine:
         self._shut(core.open if core is not None else {})
         del core
         try:
-            release_thread()
+            with limits:  # they end once nothing is held any more
+                release_thread()
         finally:
             if self._failure is not None:
                 started.put(self._failure)

@@ -6,6 +6,7 @@ from types import ModuleType
 
 import mlx.core as mx
 
+from mlxserve import device
 from mlxserve.kernels.registry import check_close, native
 
 Gate = Callable[[mx.array, mx.array], mx.array]
@@ -31,7 +32,7 @@ def gated(gate: mx.array, up: mx.array, kind: str) -> mx.array:
 @cache
 def _reference(kind: str) -> Gate:
     """Fused into one kernel on Metal. On CPU mx.compile would run g++ at the first call."""
-    return mx.compile(GATES[kind], shapeless=True) if mx.metal.is_available() else GATES[kind]
+    return mx.compile(GATES[kind], shapeless=True) if device.has_metal() else GATES[kind]
 
 
 def _swiglu(gate: mx.array, up: mx.array) -> mx.array:

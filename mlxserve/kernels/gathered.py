@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxserve import device
 from mlxserve.kernels import registry
 from mlxserve.kernels.matmul import PanelWeight, Weight, to_panels
 from mlxserve.kernels.quantized import PackedWeight, dequantize
@@ -103,7 +104,7 @@ def _reference(
     exists = (experts >= 0) & (experts < weight.shape[0])
     ids = mx.where(exists, experts, 0)
     rows = x[..., None, :] if x.ndim == 3 else x[:, None, None, :]  # [T, A or 1, 1, K]
-    if not mx.metal.is_available():
+    if not device.has_metal():
         rows = rows.astype(mx.float32)  # MLX's CPU kernel takes no other type
     if isinstance(weight, PackedWeight):
         out = mx.gather_qmm(

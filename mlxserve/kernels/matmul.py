@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import mlx.core as mx
 
+from mlxserve import device
 from mlxserve.kernels import registry
 from mlxserve.kernels.quantized import PackedWeight, dequantize, quantized_matmul
 
@@ -88,7 +89,7 @@ def form() -> Form:
     """How this device keeps quantised matrices: as MLX packs them, in native panels, or widened."""
     if registry.native("matmul") is not None:
         return "panels"
-    return "packed" if mx.metal.is_available() else "float32"
+    return "packed" if device.has_metal() else "float32"
 
 
 def prepare(weight: mx.array | PackedWeight, dtype: mx.Dtype) -> Weight:

@@ -2,20 +2,27 @@
 
 An op is a public function in a module of this folder, with its reference in MLX operations. Where
 it also has a native CPU kernel, that is used once it has agreed with the reference on this machine.
+A Metal kernel is chosen for each use that a model makes of the op, when the model loads: where it
+agrees with the reference on this machine, and is faster.
 """
 
 import importlib
 import logging
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlxserve import config
+from mlxserve import config, device
 from mlxserve.errors import RequestError
+from mlxserve.kernels import selfcheck, verdicts
+from mlxserve.kernels.metal import launch, paged_attention
 from mlxserve.kernels.native import load
+from mlxserve.kernels.uses import OP, AttentionUse
+from mlxserve.kernels.verdicts import Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +43,18 @@ OPS = {
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One op's implementation ("native" or "reference") and the reason for it."""
+    """One op's implementation ("native", "metal" or "reference") and the reason for it.
+
+    use: the one that it is for; None: every. verdict: of the Metal kernel's check, if any.
+    failed: whether there is a kernel, and it didn't pass its check.
+    """
 
     op: str
     implementation: str
     reason: str
+    use: AttentionUse | None = None
+    verdict: Verdict | None = None
+    failed: bool = False
 
 
 class _Decision(NamedTuple):
@@ -55,6 +69,9 @@ _lock = threading.Lock()
 _decided: dict[str, _Decision] = {}
 _used: dict[str, ModuleType | None] = {}
 _warned: set[str] = set()
+_metal_lock = threading.Lock()  # its own: a check takes seconds
+_metal: dict[AttentionUse, Choice] = {}
+_runners: dict[AttentionUse, launch.Runner] = {}
 
 
 def native(op: str) -> ModuleType | None:
@@ -72,6 +89,39 @@ def native(op: str) -> ModuleType | None:
             _warned.add(decision.warning)
             logger.warning("%s", decision.warning)
         return decision.module
+
+
+def metal(use: AttentionUse) -> launch.Runner | None:
+    """What runs the op's Metal kernel for this use, or None where that isn't to be used.
+
+    `choose` has decided it before; for a use that no model was loaded with, the answer is None.
+    """
+    return _runners.get(use)
+
+
+def choose(
+    uses: Iterable[AttentionUse],
+    *,
+    afresh: bool = False,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> list[Choice]:
+    """Decide on the Metal kernel for each use, once per process, and before anything is served.
+
+    A check takes seconds, in a process of its own, and is remembered on disk; `afresh` checks again
+    what this process or the disk knows. Without Metal, the choices are those of `native`. Raises
+    RequestError for overrides that can't be followed, and ModelError once `cancelled` is true.
+    """
+    choices = []
+    for use in uses:
+        with _metal_lock:
+            if afresh or use not in _metal:
+                run = launch.runner()
+                _metal[use] = _decide_metal(use, run, afresh, cancelled)
+                _runners.pop(use, None)
+                if run is not None and _metal[use].implementation == "metal":
+                    _runners[use] = run
+            choices.append(_metal[use])
+    return choices
 
 
 def report() -> list[Choice]:
@@ -92,6 +142,9 @@ def forget() -> None:
         _used.clear()
         _warned.clear()
         load.cache_clear()
+    with _metal_lock:
+        _metal.clear()
+        _runners.clear()
 
 
 def _decision(op: str) -> _Decision:
@@ -105,8 +158,13 @@ def _decide(op: str) -> _Decision:
     asked = _asked(op)
     if asked == "reference":
         return _Decision(Choice(op, "reference", "asked for by MLXSERVE_KERNELS"))
-    if mx.metal.is_available():
-        return _Decision(Choice(op, "reference", "MLX's own Metal kernels"))
+    if asked == "metal" and launch.runner() is None:
+        raise RequestError(f"MLXSERVE_KERNELS asks for metal {op}, and MLX has no Metal here")
+    if device.has_metal():
+        if asked == "native":
+            raise RequestError(f"MLXSERVE_KERNELS asks for native {op}, which is for CPUs")
+        ours = "; ours where a loaded model's layers gain by it" if op == OP else ""
+        return _Decision(Choice(op, "reference", f"MLX's own Metal kernels{ours}"))
     found = load()
     if found.module is None:
         if asked == "native":
@@ -118,22 +176,79 @@ def _decide(op: str) -> _Decision:
     try:
         importlib.import_module(OPS[op]).check(found.module)
     except Exception as error:  # whatever it is, the reference works
-        failed = Choice(op, "reference", f"the native kernel failed its check: {error}")
+        reason = f"the native kernel failed its check: {error}"
+        failed = Choice(op, "reference", reason, failed=True)
         warning = f"the native {op} kernel is off, please report this: {error}"
         return _Decision(failed, warning=warning)
     agrees = Choice(op, "native", f"{found.reason}; agrees with the reference")
     return _Decision(agrees, found.module)
 
 
+def _decide_metal(
+    use: AttentionUse,
+    run: launch.Runner | None,
+    afresh: bool,
+    cancelled: Callable[[], bool],
+) -> Choice:
+    asked = _asked(OP)
+    if run is None or asked == "native":
+        return replace(_decision(OP).choice, use=use)
+    if asked == "reference":
+        return Choice(OP, "reference", "asked for by MLXSERVE_KERNELS", use)
+    dtype = getattr(mx, use.dtype)
+    if reason := paged_attention.unsupported(use.q_heads, use.kv_heads, use.dim, dtype):
+        if asked == "metal":
+            raise RequestError(f"MLXSERVE_KERNELS asks for metal {OP}: {reason}")
+        return Choice(OP, "reference", reason, use)
+    if asked == "metal":
+        return Choice(OP, "metal", "asked for by MLXSERVE_KERNELS, not checked", use)
+    try:
+        verdict = _verdict(use, afresh, cancelled)
+    except OSError as error:
+        return Choice(OP, "reference", f"the kernel can't be checked: {error}", use)
+    if verdict.failure:
+        reason = f"the Metal kernel failed its check: {verdict.failure}"
+        return Choice(OP, "reference", reason, use, verdict, failed=True)
+    reason = f"faster at {verdict.faster_at} of {len(verdict.timings)} sizes"
+    return Choice(OP, "metal" if verdict.good else "reference", reason, use, verdict)
+
+
+def _verdict(use: AttentionUse, afresh: bool, cancelled: Callable[[], bool]) -> Verdict:
+    """Remembered, or found now; a failure is reported when it is found. Raises OSError."""
+    if not afresh and (known := verdicts.recall(use)) is not None:
+        return known
+    machine = verdicts.machine()
+    if not afresh:
+        told = "checking the Metal %s kernel for %s on %s; this is done once, and takes seconds"
+        logger.warning(told, OP, use, machine)
+    verdict = selfcheck.examine(use, cancelled)
+    verdicts.remember(use, verdict)
+    if verdict.failure:
+        logger.warning(
+            "the Metal %s kernel is off for %s, and MLX's own is used; please report this line and "
+            "what `mlxserve doctor --kernels` prints: %s; %s",
+            OP,
+            use,
+            machine,
+            verdict.failure,
+        )
+    return verdict
+
+
 def _asked(op: str) -> str | None:
     overrides = config.kernel_overrides()
     if unknown := sorted(overrides.keys() - OPS.keys() - {""}):
         raise RequestError(f"MLXSERVE_KERNELS names {unknown[0]!r}; the ops are {', '.join(OPS)}")
+    if overrides.get(op) == "metal" and op != OP:
+        raise RequestError(f"MLXSERVE_KERNELS asks for metal {op}; only {OP} has a Metal kernel")
     return overrides.get(op, overrides.get(""))
 
 
-def check_close(op: str, got: mx.array, expected: mx.array, tolerance: float) -> None:
-    """Raise ArithmeticError where they differ by more than `tolerance` of the largest number."""
+def check_close(op: str, got: mx.array, expected: mx.array, tolerance: float) -> float:
+    """The largest difference, as a share of the largest number expected.
+
+    Raises ArithmeticError where it is more than `tolerance`, or not a number.
+    """
     difference = mx.abs(got.astype(mx.float32) - expected.astype(mx.float32)).max()
     size = mx.maximum(mx.abs(expected.astype(mx.float32)).max(), 1e-6)
     worst = float(difference / size)
@@ -141,3 +256,4 @@ def check_close(op: str, got: mx.array, expected: mx.array, tolerance: float) ->
         raise ArithmeticError(
             f"{op} is {worst:.1e} away from its reference, {tolerance:.0e} is allowed"
         )
+    return worst

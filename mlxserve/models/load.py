@@ -1,5 +1,6 @@
 """From a config and named tensors to a model that is ready to run."""
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
@@ -9,13 +10,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxserve import device
 from mlxserve.errors import ModelError
-from mlxserve.kernels import matmul
+from mlxserve.kernels import matmul, registry
 from mlxserve.kernels.matmul import PanelWeight, Weight
+from mlxserve.kernels.metal.launch import runner
 from mlxserve.kernels.quantized import PackedWeight
+from mlxserve.kernels.uses import AttentionUse
 from mlxserve.models.base import Model, Weights
 from mlxserve.models.layers import Embedding, Linear
 from mlxserve.models.registry import build
+from mlxserve.models.uses import attention_uses
+
+logger = logging.getLogger(__name__)
 
 Prepare = Callable[[mx.array | PackedWeight, mx.Dtype], Weight]
 
@@ -57,8 +64,9 @@ def load_model(
             f"{config.get('model_type')} overflows float16; use bfloat16 or float32 to compute in"
         )
     dtype = compute_dtype or activation_dtype(
-        pending, metal=mx.metal.is_available(), float16_safe=model.float16_safe
+        pending, metal=device.has_metal(), float16_safe=model.float16_safe
     )
+    _choose_kernels(model, dtype, cancelled)
     weights.clear()
     for names in _groups(expected):
         if cancelled():
@@ -70,6 +78,28 @@ def load_model(
     model.dtype = dtype
     mx.clear_cache()  # the sources' buffers, which nothing will ask for again
     return model
+
+
+def kernel_uses(config: Mapping[str, Any], weights: Weights) -> dict[AttentionUse, list[int]]:
+    """The layers of each use of attention, once `load_model` has loaded the model on this device.
+
+    Raises ModelError for an unsupported config.
+    """
+    model = build(config)
+    metal = device.has_metal()
+    dtype = activation_dtype(weights, metal=metal, float16_safe=model.float16_safe)
+    return attention_uses(model, dtype)
+
+
+def _choose_kernels(model: Model, dtype: mx.Dtype, cancelled: Callable[[], bool]) -> None:
+    """Decide on Metal kernels while the GPU is idle and memory free, before weights are there."""
+    if runner() is None:
+        return
+    uses = attention_uses(model, dtype)
+    choices = registry.choose(uses, cancelled=cancelled)
+    for (use, layers), choice in zip(uses.items(), choices, strict=True):
+        how = f"{choice.op} is {choice.implementation} ({choice.reason})"
+        logger.info("layers %s, %s: %s", ", ".join(map(str, layers)), use, how)
 
 
 def activation_dtype(weights: Weights, *, metal: bool, float16_safe: bool = True) -> mx.Dtype:

@@ -1,7 +1,9 @@
 """`doctor`: 0 on a machine that works, 1 and a fix on one that doesn't."""
 
 import platform
+import re
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +75,71 @@ main()
     assert "fix: install g++ (version 11 or later) and install mlxserve again" in done.stdout
     assert "matmul: reference" in done.stdout
     assert done.stderr == ""
+
+
+def stand_in(name):
+    # The child process finds it where the program does.
+    root = str(Path(__file__).parents[2])
+    return {"MLXSERVE_METAL_STAND_IN": f"tests.support.stand_ins.{name}", "PYTHONPATH": root}
+
+
+def test_kernels(cli):
+    done = cli("doctor", "--kernels")
+    assert done.code == 0, done.stderr
+    machine, heading, *lines = done.stdout.splitlines()
+    assert f"MLX {version('mlx')}" in machine
+    assert heading.split() == ["OP", "USE", "CHECK", "CHOICE", "REASON"]
+    for choice in registry.report():
+        check = "ok" if choice.implementation == "native" else "-"
+        expected = [choice.op, "-", check, choice.implementation, *choice.reason.split()]
+        assert expected in [line.split() for line in lines]
+
+
+def test_kernels_of_a_mac_that_are_right(cli):
+    done = cli.python(
+        """
+import sys
+sys.argv = ["mlxserve", "doctor", "--kernels"]
+from mlxserve.cli import kernel_table, main
+from mlxserve.kernels.uses import AttentionUse
+kernel_table.COMMON_USES = (AttentionUse(2, 1, 64, "bfloat16", window=100),)
+main()
+""",
+        **stand_in("right"),
+    )
+    assert done.code == 0, done.stderr
+    assert "stand_ins.right" in done.stdout.splitlines()[0]
+    heading, *lines = done.stdout.splitlines()[1:]
+    assert heading.split()[3:7] == ["1x512", "8x512", "1x4096", "8x4096"]
+    (line,) = (line for line in lines if line.startswith("attention "))
+    use, check, *times, choice, reason = re.split("  +", line)[1:]
+    assert use == "2/1/64 bfloat16, window 100"
+    assert 0 < float(check) < 0.01
+    assert all(ours < mlx for ours, mlx in (map(float, time.split("/")) for time in times))
+    assert (choice, reason) == ("metal", "faster at 4 of 4 sizes")
+    assert "ms a call" in lines[-1]
+    assert f"checking attention for {use}" in done.stderr
+
+
+def test_kernels_that_fail_are_reported_and_make_the_exit_code_1(cli):
+    done = cli("doctor", "--kernels", **stand_in("broken"))
+    assert done.code == 1
+    lines = [line for line in done.stdout.splitlines() if line.startswith("attention ")]
+    for line, use in zip(lines, ("32/8/128 bfloat16", "9/3/64 ", "4/1/256 "), strict=True):
+        assert use in line
+        assert " failed  reference  the Metal kernel failed its check: RuntimeError: " in line
+    assert done.stderr.count("please report this line") == 3
+
+
+def test_kernels_of_a_model(cli, tiny_model_dir):
+    done = cli("doctor", "--kernels", str(tiny_model_dir), **stand_in("right"))
+    assert done.code == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("attention ")]
+    assert [re.split("  +", line)[1:4] for line in lines] == [["4/2/16 float32", "-", "reference"]]
+    assert "head dim 16 is none of 64" in lines[0]
+
+
+def test_a_model_is_for_kernels_only(here):
+    done = here("doctor", "some-model")
+    assert done.code == 2
+    assert "MODEL is 'some-model' without --kernels; add that" in done.stderr

@@ -61,7 +61,8 @@ def test_level_and_threads_come_from_the_environment(level):
     ("MLXSERVE_CPU_LEVEL", "sse9", "choose avx512vnni, avx512, avx2, portable"),
     ("MLXSERVE_CPU_THREADS", "0", "a number from 1 to 256"),
     ("MLXSERVE_CPU_THREADS", "two", "a number from 1 to 256"),
-    ("MLXSERVE_KERNELS", "fast", "write reference, native, or OP=reference"),
+    ("MLXSERVE_KERNELS", "fast", "write reference, native, metal, or OP=reference"),
+    ("MLXSERVE_KERNELS", "matmul=metal", "metal matmul; only attention has a Metal kernel"),
     ("MLXSERVE_KERNELS", "soup=native", "names 'soup'; the ops are attention, append, matmul"),
 ])  # fmt: skip
 def test_settings_that_make_no_sense(monkeypatch, name, value, message):
@@ -70,6 +71,22 @@ def test_settings_that_make_no_sense(monkeypatch, name, value, message):
     if name.startswith("MLXSERVE_CPU") and platform.system() != "Linux":
         pytest.skip("only on Linux")
     with pytest.raises(RequestError, match=message):
+        registry.native("matmul")
+
+
+@linux
+def test_metal_is_refused_where_there_is_none(monkeypatch):
+    monkeypatch.setenv("MLXSERVE_KERNELS", "attention=metal")
+    registry.forget()
+    with pytest.raises(RequestError, match="metal attention, and MLX has no Metal here"):
+        registry.report()
+
+
+@pytest.mark.skipif(not mx.metal.is_available(), reason="only on Macs with Metal")
+def test_native_is_refused_on_metal(monkeypatch):
+    monkeypatch.setenv("MLXSERVE_KERNELS", "native")
+    registry.forget()
+    with pytest.raises(RequestError, match="native matmul, which is for CPUs"):
         registry.native("matmul")
 
 

@@ -1,11 +1,14 @@
 """Metal kernels as plain values: MLX compiles and runs them on a Mac, in the tests an emulator."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
+
+from mlxserve import config, device
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,16 @@ class Launch:
 
 # What runs a launch: `run` on a Mac, the emulator in tests.
 Runner = Callable[[Launch], Sequence[mx.array]]
+
+
+def runner() -> Runner | None:
+    """What runs launches in this process: `run` where MLX has Metal, None elsewhere.
+
+    In tests, the `run` of the module that MLXSERVE_METAL_STAND_IN names.
+    """
+    if stand_in := config.metal_stand_in():
+        return importlib.import_module(stand_in).run
+    return run if device.has_metal() else None
 
 
 def run(launch: Launch) -> list[mx.array]:

@@ -1,0 +1,68 @@
+"""The table of `mlxserve doctor --kernels`: every op, checked now."""
+
+from mlxserve.cli import models, terminal
+from mlxserve.kernels import registry, verdicts
+from mlxserve.kernels.metal.launch import runner
+from mlxserve.kernels.registry import Choice
+from mlxserve.kernels.uses import OP, AttentionUse
+from mlxserve.models.load import kernel_uses
+from mlxserve.sources.checkpoint import open_checkpoint
+from mlxserve.sources.resolve import resolve
+
+COMMON_USES = (
+    AttentionUse(32, 8, 128, "bfloat16"),  # Llama 3 8B, Mistral 7B
+    AttentionUse(9, 3, 64, "float16"),  # SmolLM2 135M
+    AttentionUse(4, 1, 256, "bfloat16", window=512),  # Gemma 3 1B
+)
+
+
+def show_kernels(model: str | None) -> bool:
+    """Check the kernels of every op, Metal's for the model's layers or else for common ones.
+
+    Prints what was found, and returns whether every kernel that there is passed.
+    """
+    uses: tuple[AttentionUse, ...] = ()
+    if model is not None:
+        checkpoint = open_checkpoint(resolve(models.ready(model)))
+        uses = tuple(kernel_uses(checkpoint.config, checkpoint.weights()))
+    elif runner() is not None:
+        uses = COMMON_USES
+    choices = [choice for choice in registry.report() if choice.op != OP or not uses]
+    for use in uses:
+        if runner() is not None:
+            terminal.note(f"checking {OP} for {use}")
+        choices += registry.choose([use], afresh=True)
+    print(verdicts.machine())
+    for line in _table(choices):
+        print(line)
+    return not any(choice.failed for choice in choices)
+
+
+def _table(choices: list[Choice]) -> list[str]:
+    timed = next((c.verdict.timings for c in choices if c.verdict and c.verdict.timings), ())
+    sizes = [f"{t.rows}x{t.context_tokens}" for t in timed]
+    rows = [("OP", "USE", "CHECK", *sizes, "CHOICE", "REASON")]
+    for choice in choices:
+        times = [f"{t.kernel_s * 1e3:.3g}/{t.reference_s * 1e3:.3g}" for t in _timings(choice)]
+        times += ["-"] * (len(sizes) - len(times))
+        use = "-" if choice.use is None else str(choice.use)
+        rows.append((choice.op, use, _check(choice), *times, choice.implementation, choice.reason))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    if sizes:
+        lines.append(
+            "CHECK: the largest error. Times: Metal kernel/MLX, ms a call, rows x context."
+        )
+    return lines
+
+
+def _timings(choice: Choice) -> tuple[verdicts.Timing, ...]:
+    return choice.verdict.timings if choice.verdict else ()
+
+
+def _check(choice: Choice) -> str:
+    if choice.failed:
+        return "failed"
+    if choice.verdict is not None and choice.verdict.error is not None:
+        return f"{choice.verdict.error:.1e}"
+    return "ok" if choice.implementation == "native" else "-"

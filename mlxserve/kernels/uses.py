@@ -1,0 +1,32 @@
+"""What layers ask of an op: the sizes and options that a Metal kernel is compiled for."""
+
+from dataclasses import dataclass
+
+OP = "attention"  # so far the only op with a Metal kernel
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionUse:
+    """Attention of layers that are alike.
+
+    q_heads, kv_heads, dim: of queries, of keys and values, of each head; dtype: the cache's, by
+    MLX's name; window, softcap: None where there is none; sinks: whether the layers have them.
+    """
+
+    q_heads: int
+    kv_heads: int
+    dim: int
+    dtype: str
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"{self.q_heads}/{self.kv_heads}/{self.dim} {self.dtype}"]
+        if self.window is not None:
+            parts.append(f"window {self.window}")
+        if self.softcap is not None:
+            parts.append(f"softcap {self.softcap:g}")
+        if self.sinks:
+            parts.append("sinks")
+        return ", ".join(parts)

@@ -1,0 +1,104 @@
+"""The check of the Metal attention finds what it should: with a stand-in that is changed."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxserve.kernels import registry
+from mlxserve.kernels.metal import attention_check
+from mlxserve.kernels.uses import AttentionUse
+from tests.support.stand_ins.right import compute
+
+USE = AttentionUse(6, 2, 64, "bfloat16", window=256, softcap=3.0, sinks=True)
+
+
+@pytest.fixture(autouse=True)
+def reference(monkeypatch):
+    monkeypatch.setenv("MLXSERVE_KERNELS", "reference")
+    registry.forget()
+    yield
+    registry.forget()
+
+
+@pytest.mark.parametrize("use", [
+    USE,
+    AttentionUse(32, 8, 128, "float16"),
+    AttentionUse(9, 3, 80, "float16", softcap=50.0),
+    AttentionUse(4, 1, 256, "bfloat16", window=512),
+    AttentionUse(8, 8, 192, "bfloat16", sinks=True),
+    AttentionUse(2, 1, 72, "float16", window=1),
+], ids=str)  # fmt: skip
+def test_what_is_right_passes_within_the_rounding(use):
+    spacing = 2.0**-10 if use.dtype == "float16" else 2.0**-7
+    assert attention_check.check(use, compute) <= spacing / 2 * 1.01
+
+
+def parts(number, edit):
+    """The first launch, with its array of that number edited in NumPy."""
+    return "paged_attention", lambda launch: edited(launch, number, edit)
+
+
+def merge(number, edit):
+    """The second."""
+    return "paged_attention_merge", lambda launch: edited(launch, number, edit)
+
+
+def edited(launch, number, edit):
+    arrays = list(launch.arrays)
+    arrays[number] = mx.array(edit(np.array(arrays[number])))
+    return replace(launch, arrays=tuple(arrays))
+
+
+def column(number, edit):
+    """An edit of one column of a table, which is given the others too."""
+
+    def change(table):
+        table[:, number] = edit(*table.T)
+        return table
+
+    return change
+
+
+def without(option):
+    def change(launch):
+        template = dict(launch.template) | {option: False}
+        return replace(launch, template=tuple(template.items()))
+
+    return change
+
+
+POSITION, LOW, SEALED, FIRST_ITEM, ITEMS = 1, 2, 4, 6, 7
+MUTANTS = {
+    "the newest token is left out": parts(5, column(POSITION, lambda t, p, low, *_: p - (p > low))),
+    "one beyond it is read": parts(5, column(POSITION, lambda t, p, *_: p + 1)),
+    "the window begins late": parts(5, column(LOW, lambda t, p, low, *_: low + (p > low))),
+    "the window begins early": parts(5, column(LOW, lambda t, p, low, *_: low - (low > 0))),
+    "a hot page is taken from the pool": parts(5, column(SEALED, lambda *row: row[SEALED] + 1)),
+    "sealed pages are taken from the hot": parts(5, column(SEALED, lambda *row: 0 * row[SEALED])),
+    "pages in another order": parts(7, lambda pages: np.roll(pages, 1)),
+    "another scale": parts(8, lambda how: how * np.array([1.1, 1], np.float32)),
+    "no softcap": ("paged_attention", without("SOFTCAP")),
+    "no sinks": ("paged_attention_merge", without("SINKS")),
+    "no last part": merge(2, column(ITEMS, lambda *row: row[ITEMS] - (row[ITEMS] > 1))),
+    "no first part": merge(2, column(FIRST_ITEM, lambda *row: row[6] + (row[ITEMS] > 1))),
+    "rows are mixed up": merge(2, lambda rows: np.roll(rows, 1, axis=0)),
+}
+
+
+@pytest.mark.parametrize(("kernel", "mutate"), MUTANTS.values(), ids=MUTANTS)
+def test_what_is_wrong_is_found(kernel, mutate):
+    def run(launch):
+        return compute(mutate(launch) if launch.kernel.name == kernel else launch)
+
+    with pytest.raises(ArithmeticError, match="away from its reference"):
+        attention_check.check(USE, run)
+
+
+def test_outputs_that_are_not_numbers_are_found():
+    def run(launch):
+        return [out * mx.nan for out in compute(launch)]
+
+    with pytest.raises(ArithmeticError, match="attention is nan away from its reference"):
+        attention_check.check(USE, run)

@@ -1,0 +1,71 @@
+"""Metal kernels on a real GPU, against NumPy in float64."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxserve.kernels import selfcheck
+from mlxserve.kernels.metal import launch
+from mlxserve.kernels.metal.paged_attention import DecodePlan, decode_attention
+from mlxserve.kernels.uses import AttentionUse
+from tests.kernels.paged import Paged
+
+pytestmark = pytest.mark.skipif(not mx.metal.is_available(), reason="only on Macs with Metal")
+
+USES = [
+    AttentionUse(32, 8, 128, "bfloat16"),
+    AttentionUse(9, 3, 64, "float16"),
+    AttentionUse(4, 1, 256, "bfloat16", window=512),
+    AttentionUse(8, 8, 80, "float16", softcap=50.0),
+    AttentionUse(64, 8, 64, "bfloat16", window=128, sinks=True),
+]
+POSITIONS = (0, 63, 64, 127, 255, 256, 257, 900, 3000)
+
+
+@pytest.mark.parametrize("use", USES, ids=str)
+def test_decode_attention(use):
+    dtype = getattr(mx, use.dtype)
+    rows = [(position, 1) for position in POSITIONS]
+    paged = Paged(rows, use.kv_heads, use.dim, window=use.window, dtype=dtype)
+    rng = np.random.default_rng(1)
+    q = mx.array(rng.normal(size=(len(rows), use.q_heads, use.dim)).astype(np.float32))
+    q = q.astype(dtype)
+    sinks = rng.normal(size=use.q_heads).astype(np.float32) if use.sinks else None
+    how = {"scale": use.dim**-0.5, "softcap": use.softcap}
+    plan = DecodePlan(paged.described.table, paged.described.pages, use.window)
+    got = decode_attention(
+        q,
+        paged.hot,
+        paged.pool,
+        plan,
+        **how,
+        sinks=None if sinks is None else mx.array(sinks),
+        run=launch.run,
+    )
+    wide = np.array(q.astype(mx.float32), np.float64)
+    expected = paged.expected(wide, **how, sinks=sinks)
+    spacing = 2.0**-10 if dtype == mx.float16 else 2.0**-7
+    largest = np.abs(expected).max(axis=(1, 2), keepdims=True)
+    difference = np.abs(np.array(got.astype(mx.float32)) - expected)
+    assert (difference / largest).max() < spacing
+
+
+def test_a_row_has_the_same_bits_alone_and_in_a_batch():
+    use = USES[0]
+    rows = [(position, 1) for position in POSITIONS]
+    paged = Paged(rows, use.kv_heads, use.dim, dtype=mx.bfloat16)
+    q = mx.random.normal((len(rows), use.q_heads, use.dim)).astype(mx.bfloat16)
+
+    def attend(table):
+        plan = DecodePlan(table, paged.described.pages, None)
+        how = {"scale": use.dim**-0.5, "sinks": None, "softcap": None, "run": launch.run}
+        return decode_attention(q, paged.hot, paged.pool, plan, **how)
+
+    together = attend(paged.described.table)
+    for i in range(len(rows)):
+        assert mx.array_equal(attend(paged.described.table[i : i + 1])[0], together[i])
+
+
+def test_this_gpu_passes_the_check():
+    verdict = selfcheck.examine(USES[0])
+    assert verdict.failure == ""

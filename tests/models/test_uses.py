@@ -1,0 +1,31 @@
+"""What models ask of attention, by tracing a token: against their configs."""
+
+import mlx.core as mx
+import pytest
+
+from mlxserve.kernels.uses import AttentionUse
+from mlxserve.models.registry import build
+from mlxserve.models.uses import attention_uses
+from tests.support.tiny import tiny_gemma3, tiny_llama, tiny_mistral, tiny_qwen3
+
+
+@pytest.mark.parametrize(("tiny", "expected"), [
+    (tiny_llama(), {AttentionUse(4, 2, 16, "float16"): [0, 1]}),
+    (tiny_mistral(), {AttentionUse(4, 2, 16, "float16", window=16): [0, 1]}),
+    (tiny_qwen3(), {AttentionUse(4, 2, 24, "float16"): [0, 1]}),
+    (tiny_gemma3(attn_logit_softcapping=30.0), {
+        AttentionUse(4, 2, 16, "float16", window=12, softcap=30.0): [0, 1, 3],
+        AttentionUse(4, 2, 16, "float16", softcap=30.0): [2],
+    }),
+], ids=["llama", "mistral", "qwen3", "gemma3"])  # fmt: skip
+def test_uses_follow_the_config(tiny, expected):
+    assert attention_uses(build(tiny.config), mx.float16) == expected
+
+
+def test_a_trace_computes_nothing():
+    wide = {"hidden_size": 4096, "intermediate_size": 16384, "vocab_size": 64_000}
+    config = tiny_llama().config | wide
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    attention_uses(build(config), mx.bfloat16)
+    assert mx.get_peak_memory() - before < 1_000_000

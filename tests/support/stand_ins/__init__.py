@@ -1,0 +1,1 @@
+"""Stand-ins for a Mac's GPU, each a module with `run(launch)`, for MLXSERVE_METAL_STAND_IN."""

@@ -1,0 +1,8 @@
+"""Fast, and three percent off."""
+
+from tests.support.stand_ins.right import run as right
+
+
+def run(launch):
+    outs = right(launch)
+    return [outs[0] * 1.03] if launch.kernel.name == "paged_attention_merge" else outs
