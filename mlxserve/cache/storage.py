@@ -16,7 +16,8 @@ import mlx.core as mx
 
 from mlxserve.cache.manager import LayerGroup
 from mlxserve.cache.spec import PAGE_TOKENS
-from mlxserve.kernels.append import append
+from mlxserve.kernels.append import PoolPair, append
+from mlxserve.kernels.pages import Pool, arrays_of, pool_of
 from mlxserve.types import Seal
 
 MIN_PAGES = 8
@@ -49,7 +50,7 @@ class Storage:
         self._moves: dict[int, mx.array] = {}
         self._state: Any = None
         self.hot: list[tuple[mx.array, mx.array]] = []
-        self.pool: list[tuple[mx.array, mx.array]] = []
+        self.pool: list[PoolPair] = []
         for index in self.group_of:
             spec = self.groups[index].spec
             n_hot, n_pool = self.capacity[0] * PAGE_TOKENS, self.capacity[1 + index]
@@ -95,13 +96,17 @@ class Storage:
                 self.capacity[index] = min(2 * self.capacity[index], self.limits[index])
         self._state = None
         for layer, group in enumerate(self.group_of):
-            self.hot[layer] = _grown(self.hot[layer], self.capacity[0] * PAGE_TOKENS)
-            self.pool[layer] = _grown(self.pool[layer], self.capacity[1 + group])
+            hot_k, hot_v = self.hot[layer]
+            n_hot, n_pool = self.capacity[0] * PAGE_TOKENS, self.capacity[1 + group]
+            self.hot[layer] = _grown(hot_k, n_hot), _grown(hot_v, n_hot)
+            pool_k, pool_v = self.pool[layer]
+            self.pool[layer] = _grown_pool(pool_k, n_pool), _grown_pool(pool_v, n_pool)
         self._measure()
 
     def arrays(self) -> list[mx.array]:
         """All of them, layer by layer."""
-        return [array for pair in (*self.hot, *self.pool) for array in pair]
+        sides = [side for pair in (*self.hot, *self.pool) for side in pair]
+        return [array for side in sides for array in arrays_of(side)]
 
     def written(self) -> list[mx.array]:
         """Everything a step may have written, to evaluate with it."""
@@ -131,13 +136,14 @@ def _pair(shape: tuple[int, ...], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
     return mx.zeros(shape, dtype), mx.zeros(shape, dtype)
 
 
-def _grown(pair: tuple[mx.array, mx.array], rows: int) -> tuple[mx.array, mx.array]:
-    if pair[0].shape[0] == rows:
-        return pair
-    extra = (rows - pair[0].shape[0], *pair[0].shape[1:])
-    grown = []
-    for array in pair:
-        larger = mx.concatenate([array, mx.zeros(extra, array.dtype)])
-        mx.eval(larger)
-        grown.append(larger)
-    return grown[0], grown[1]
+def _grown_pool(pool: Pool, pages: int) -> Pool:
+    return pool_of([_grown(array, pages) for array in arrays_of(pool)])
+
+
+def _grown(array: mx.array, rows: int) -> mx.array:
+    if array.shape[0] == rows:
+        return array
+    extra = mx.zeros((rows - array.shape[0], *array.shape[1:]), array.dtype)
+    larger = mx.concatenate([array, extra])
+    mx.eval(larger)
+    return larger

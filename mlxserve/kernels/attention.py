@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from mlxserve.kernels.pages import (
     unpack_keys,
     unpack_values,
 )
-from mlxserve.kernels.registry import check_close, native
+from mlxserve.kernels.registry import check_close, metal, native
+from mlxserve.kernels.uses import AttentionUse
 
 Pair = tuple[mx.array, mx.array]
 
@@ -123,14 +124,33 @@ def paged_attention(
     arXiv:2408.00118). Raises ValueError if the rows don't cover q, Hq isn't a multiple of Hk, or
     (native) any shape, dtype or page id doesn't fit.
 
-    The native kernel never holds a matrix of scores (online softmax, Milakov and Gimelshein 2018,
-    arXiv:1805.02867), and gives a query the same bits alone, in a batch and in any chunk.
+    The Metal kernel serves rows of one token over pages that aren't packed. Neither kernel holds a
+    matrix of scores (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867); the native one
+    gives a query the same bits alone, in a batch and in any chunk.
     """
     how = Options(scale, window, sinks, softcap)
-    kernels = native("attention")
-    if kernels is None:
-        return _reference(q, hot, pool, rows, how)
-    return _native(kernels, q, hot, pool, rows, how)
+    if (kernels := native("attention")) is not None:
+        return _native(kernels, q, hot, pool, rows, how)
+    pool_k, pool_v = pool
+    if isinstance(pool_k, mx.array) and isinstance(pool_v, mx.array):
+        sizes = q.shape[1], hot[0].shape[1], q.shape[2], hot[0].dtype
+        if (run := metal(_use(*sizes, window, softcap, sinks is not None))) is not None:
+            return _metal(run, q, hot, (pool_k, pool_v), rows, how)
+    return _reference(q, hot, pool, rows, how)
+
+
+@cache
+def _use(
+    q_heads: int,
+    kv_heads: int,
+    dim: int,
+    dtype: mx.Dtype,
+    window: int | None,
+    softcap: float | None,
+    sinks: bool,
+) -> AttentionUse:
+    name = str(dtype).removeprefix("mlx.core.")
+    return AttentionUse(q_heads, kv_heads, dim, name, window, softcap, sinks)
 
 
 def _native(

@@ -160,7 +160,7 @@ def _decide(op: str) -> _Decision:
         return _Decision(Choice(op, "reference", "asked for by MLXSERVE_KERNELS"))
     if asked == "metal" and launch.runner() is None:
         raise RequestError(f"MLXSERVE_KERNELS asks for metal {op}, and MLX has no Metal here")
-    if device.has_metal():
+    if device.has_metal() or asked == "metal":
         if asked == "native":
             raise RequestError(f"MLXSERVE_KERNELS asks for native {op}, which is for CPUs")
         ours = "; ours where a loaded model's layers gain by it" if op == OP else ""

@@ -49,7 +49,7 @@ def _parts(launch, template, q, hot_k, hot_v, pool_k, pool_v, rows, work, pages,
                 k.append(hot_k.reshape(-1, P, *hot_k.shape[1:])[page_id][span])
                 v.append(hot_v.reshape(-1, P, *hot_v.shape[1:])[page_id][span])
         if not sum(map(len, k)):
-            tops[item] = (-1e30, 0)
+            tops[:, item] = (-1e30, 0)
             continue
         keys, values = (np.concatenate(x).repeat(group, axis=1) for x in (k, v))
         scores = np.einsum("hd,thd->ht", q[token], keys) * scale
@@ -58,7 +58,7 @@ def _parts(launch, template, q, hot_k, hot_v, pool_k, pool_v, rows, work, pages,
         top = scores.max(axis=1)
         weights = np.exp(scores - top[:, None])
         partial[item] = np.einsum("ht,thd->hd", weights, values)
-        tops[item] = np.stack([top, weights.sum(axis=1)], axis=1)
+        tops[:, item] = np.stack([top, weights.sum(axis=1)], axis=1)
     return partial, tops
 
 
@@ -66,7 +66,7 @@ def _merge(launch, template, partial, tops, rows, sinks):
     out = np.zeros(launch.shapes[0])
     for row in range(len(out)):
         items = slice(rows[row, 6], rows[row, 6] + rows[row, 7])
-        top, total = tops[items].swapaxes(0, 2)
+        top, total = np.moveaxis(tops[:, items], -1, 0)
         largest = top.max(axis=1)
         if template["SINKS"]:
             largest = np.maximum(largest, sinks)
