@@ -33,10 +33,13 @@ test-slow: model
 model: $(VENV)/dev.stamp
 	@for name in smollm2-135m gemma3-270m; do $(VENV)/bin/mlxserve pull $$name || exit 1; done
 
+CPP_FILES := $(wildcard mlxserve/kernels/cpu/*.cpp mlxserve/kernels/cpu/*.h \
+  tests/support/metal/runtime/* tests/support/metal/include/msl/*)
+
 lint: $(VENV)/dev.stamp
 	@$(RUN) ruff check .
 	@$(RUN) ruff format --check .
-	@$(VENV)/bin/clang-format --dry-run -Werror mlxserve/kernels/cpu/*.cpp mlxserve/kernels/cpu/*.h
+	@$(VENV)/bin/clang-format --dry-run -Werror $(CPP_FILES)
 	@$(RUN) pyright --pythonpath $(VENV)/bin/python
 	@$(VENV)/bin/lint-imports
 
