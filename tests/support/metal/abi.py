@@ -17,6 +17,7 @@ class Traffic(ctypes.Structure):
 
     _fields_ = (
         ("bytes", ctypes.c_uint64),
+        ("moved_bytes", ctypes.c_uint64),
         ("distinct_bytes", ctypes.c_uint64),
         ("transactions", ctypes.c_uint64),
         ("transactions_needed", ctypes.c_uint64),

@@ -42,6 +42,8 @@ FAST = ("-O2",)
 CHECKED = (
     *("-O1", "-gline-tables-only", "-DMSL_CHECK", "-fno-vectorize", "-fno-slp-vectorize"),
     *("-mllvm", "-disable-vector-combine", "-mllvm", "-disable-loop-idiom-all"),
+    # Once unrolled, a write past the end of a private array would be optimised away unseen.
+    *("-mllvm", "-pragma-unroll-threshold=0", "-mllvm", "-unroll-threshold=0"),
     *("-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"),
     *("-mllvm", "-tsan-instrument-atomics=0", "-mllvm", "-tsan-instrument-read-before-write=1"),
     "-fsanitize=bounds,alignment,shift,integer-divide-by-zero,float-cast-overflow",

@@ -16,12 +16,14 @@ LINE_BYTES = 128
 class Traffic:
     """What moves in one direction between threads and memory.
 
-    bytes: of all threads' accesses; distinct_bytes: each counted once, the least that must move;
+    bytes: of all threads' accesses; moved_bytes: what several lanes of a simdgroup's access touch
+    counted once; distinct_bytes: each counted once altogether, the least that must move;
     transactions: lines of 128 bytes that each access of a simdgroup touches, added up;
     transactions_needed: if what each touches lay in a row from the start of a line.
     """
 
     bytes: int = 0
+    moved_bytes: int = 0
     distinct_bytes: int = 0
     transactions: int = 0
     transactions_needed: int = 0
@@ -29,6 +31,7 @@ class Traffic:
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(
             self.bytes + other.bytes,
+            self.moved_bytes + other.moved_bytes,
             self.distinct_bytes + other.distinct_bytes,
             self.transactions + other.transactions,
             self.transactions_needed + other.transactions_needed,
@@ -133,4 +136,10 @@ def cost(launch: Launch, *, timeout_s: int = 600) -> Cost:
 
 
 def _traffic(raw: abi.Traffic) -> Traffic:
-    return Traffic(raw.bytes, raw.distinct_bytes, raw.transactions, raw.transactions_needed)
+    return Traffic(
+        raw.bytes,
+        raw.moved_bytes,
+        raw.distinct_bytes,
+        raw.transactions,
+        raw.transactions_needed,
+    )

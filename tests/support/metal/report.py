@@ -63,7 +63,8 @@ def code_at(kernel: Kernel, where: str) -> str:
     file, _, line = where.partition(":")
     texts = {source_file(kernel): kernel.source, header_file(kernel): kernel.header}
     lines = texts.get(file, "").splitlines()
-    return lines[int(line) - 1].strip() if line and 0 < int(line) <= len(lines) else ""
+    # The compiler may have lost the line, of code that it has merged.
+    return lines[int(line) - 1].strip() if line.isdigit() and 0 < int(line) <= len(lines) else ""
 
 
 def compiler_findings(kernel: Kernel, printed: str) -> list[Finding]:

@@ -71,6 +71,7 @@ void count_access(const LaneAccess* first, const LaneAccess* last) {
     if (end_line > line) lines += end_line - line, next_line = end_line;
   }
   traffic.bytes += uint64_t(last - first) * instruction.bytes;
+  traffic.moved_bytes += distinct;
   traffic.transactions += lines;
   traffic.transactions_needed += (distinct + kLineBytes - 1) / kLineBytes;
 }

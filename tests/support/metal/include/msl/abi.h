@@ -56,7 +56,7 @@ struct msl_finding {
 
 // What moved between threads and one buffer, in one direction.
 struct msl_traffic {
-  uint64_t bytes, distinct_bytes, transactions, transactions_needed;
+  uint64_t bytes, moved_bytes, distinct_bytes, transactions, transactions_needed;
 };
 
 struct msl_report {

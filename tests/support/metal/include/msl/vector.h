@@ -55,12 +55,15 @@ struct msl_swizzle {
   MSL_INNER4(n, a, i, y, 1) MSL_INNER4(n, a, i, z, 2) MSL_INNER4(n, a, i, w, 3)
 
 // Vectors of 2 and 4 are copied by one access to memory, as a GPU does; so functions take vectors
-// by value. They are copied as integers, because bfloat is a class here. A vector of 3 is padded to
-// 4, and its last element isn't touched.
+// by value. Floats are copied as such, so that what is not initialised is NaN; the others as
+// integers, because bfloat is a class here. A vector of 3 is padded to 4, and its last element isn't
+// touched.
 template <typename T>
-using msl_word = conditional_t<
+using msl_integer = conditional_t<
     sizeof(T) == 1, uint8_t,
     conditional_t<sizeof(T) == 2, uint16_t, conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>>;
+template <typename T>
+using msl_word = conditional_t<is_same_v<T, float> || is_same_v<T, half>, T, msl_integer<T>>;
 template <typename T, int N>
 using msl_words = msl_word<T> __attribute__((ext_vector_type(N)));
 

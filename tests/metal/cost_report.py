@@ -1,0 +1,139 @@
+# ruff: noqa: E501  (a table has long lines)
+"""The memory traffic of the Metal kernels, as a table: `python -m tests.metal.cost_report --write`.
+
+The table is committed, so that what a change costs shows in its review.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlxserve.kernels.metal import paged_attention
+from mlxserve.kernels.metal.launch import Launch
+from tests.support.metal import Cost, cost
+
+TABLE = Path(__file__).with_name("COST.md")
+PAGE = 64
+HEAD = """\
+# What the Metal kernels move
+
+Written by `python -m tests.metal.cost_report --write`; a test compares it with the kernels as they are.
+
+Decode attention of one batch of rows that see {lengths} tokens, cache and queries in
+float16, both launches together.
+
+- *Bytes*: of every access of a simdgroup, what several of its lanes read counted once. The least possible: each key
+  and value that a row sees once, q and out once.
+- *Transactions*: lines of 128 bytes that those accesses touch, beside as few as would hold the least possible bytes.
+- *Coalescing*: the same lines beside those that the same accesses would touch if each lay in a row.
+- *Loads of each byte*: how often a key or value is loaded.
+- *Operations*: additions, multiplications and functions in floating point, for each of the least bytes.
+- *Threadgroup memory*: in bytes; a threadgroup may have 32768.
+
+| Hq/Hk | D | Hk | complete pages | MB | bytes to the least | transactions to the least | coalescing | loads of each byte | operations | threadgroup memory |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+LENGTHS = (512, 1000, 8000, 32768)
+
+
+class Case(NamedTuple):
+    """One batch. sealed: whether complete pages lie in the pool, head-major, or are hot."""
+
+    group: int
+    dim: int
+    kv_heads: int = 1
+    sealed: bool = True
+
+
+CASES = [Case(group, dim) for dim in (64, 128) for group in (1, 3, 8)]
+# The two layouts that a page may have.
+CASES += [Case(3, dim, 2, sealed) for dim in (64, 80) for sealed in (True, False)]
+
+
+def launches(case: Case, lengths: Sequence[int]) -> tuple[Launch, Launch]:
+    """Both launches of a step."""
+    table: list[tuple[int, ...]] = []
+    pages: list[int] = []
+    used = [0, 0]  # hot, pool
+    for i, length in enumerate(lengths):
+        count = -(-length // PAGE)
+        sealed = count - 1 if case.sealed else 0
+        table.append((i, 1, length - 1, 0, sealed, len(pages)))
+        pages += range(used[1], used[1] + sealed)
+        pages += range(used[0], used[0] + count - sealed)
+        used = [used[0] + count - sealed, used[1] + sealed]
+    hot = mx.zeros((used[0] * PAGE, case.kv_heads, case.dim), mx.float16)
+    pool = mx.zeros((max(used[1], 1), case.kv_heads, PAGE, case.dim), mx.float16)
+    q = mx.zeros((len(lengths), case.kv_heads * case.group, case.dim), mx.float16)
+    plan = paged_attention.DecodePlan(np.array(table), np.array(pages), None)
+    first = paged_attention.parts(q, (hot, hot), (pool, pool), plan, scale=1.0, softcap=None)
+    partial, tops = (mx.zeros(shape) for shape in first.shapes)
+    return first, paged_attention.merge(partial, tops, plan, None, mx.float16)
+
+
+class Row(NamedTuple):
+    """What both launches cost, beside the least."""
+
+    moved_bytes: int
+    least_bytes: int
+    transactions: int
+    coalescing: float
+    operations: int
+    threadgroup_bytes: int
+    cache_loads: float
+
+    @property
+    def bytes_ratio(self) -> float:
+        return self.moved_bytes / self.least_bytes
+
+    @property
+    def transactions_ratio(self) -> float:
+        return self.transactions / (self.least_bytes / 128)
+
+
+def measure(case: Case, lengths: Sequence[int]) -> Row:
+    """Count both launches of a case."""
+    costs = [cost(launch) for launch in launches(case, lengths)]
+    traffic = [side for c in costs for b in c.buffers.values() for side in (b.loads, b.stores)]
+    cache_bytes = 2 * sum(lengths) * case.kv_heads * case.dim * 2
+    needed = sum(t.transactions_needed for t in traffic)
+    return Row(
+        moved_bytes=sum(t.moved_bytes for t in traffic),
+        least_bytes=cache_bytes + 2 * len(lengths) * case.kv_heads * case.group * case.dim * 2,
+        transactions=sum(t.transactions for t in traffic),
+        coalescing=sum(t.transactions for t in traffic) / needed,
+        operations=sum(c.arithmetic for c in costs),
+        threadgroup_bytes=max(c.threadgroup_bytes for c in costs),
+        cache_loads=_cache_bytes(costs[0]) / cache_bytes,
+    )
+
+
+def _cache_bytes(counted: Cost) -> int:
+    names = ("hot_k", "hot_v", "pool_k", "pool_v")
+    return sum(counted.buffers[name].loads.bytes for name in names)
+
+
+def table(rows: dict[Case, Row]) -> str:
+    """The whole file."""
+    named = ", ".join(map(str, LENGTHS[:-1])) + f" and {LENGTHS[-1]}"
+    lines = [HEAD.format(lengths=named)]
+    for case, row in rows.items():
+        pages = "sealed, head-major" if case.sealed else "hot, token-major"
+        lines.append(
+            f"| {case.group} | {case.dim} | {case.kv_heads} | {pages} "
+            f"| {row.moved_bytes / 1e6:.2f} | {row.bytes_ratio:.3f} "
+            f"| {row.transactions_ratio:.3f} | {row.coalescing:.3f} | {row.cache_loads:.3f} "
+            f"| {row.operations / row.least_bytes:.2f} | {row.threadgroup_bytes} |\n"
+        )
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    text = table({case: measure(case, LENGTHS) for case in CASES})
+    if "--write" in sys.argv[1:]:
+        TABLE.write_text(text, "utf-8")
+    print(text)

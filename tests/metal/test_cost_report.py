@@ -1,0 +1,27 @@
+"""What the Metal attention moves: within its targets, and as the committed table says."""
+
+import pytest
+
+from tests.metal.cost_report import CASES, LENGTHS, TABLE, measure, table
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return {case: measure(case, LENGTHS) for case in CASES}
+
+
+@pytest.mark.full
+def test_the_committed_table_is_that_of_the_kernels(rows):
+    assert TABLE.read_text("utf-8") == table(rows), (
+        "run `python -m tests.metal.cost_report --write`"
+    )
+
+
+@pytest.mark.full
+def test_sealed_pages_are_read_once_and_whole(rows):
+    for case, row in rows.items():
+        assert row.cache_loads == 1, case
+        assert row.bytes_ratio <= 1.10, case
+        if case.sealed:
+            assert row.transactions_ratio <= 1.15, case
+            assert row.coalescing <= 1.02, case

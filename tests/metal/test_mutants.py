@@ -1,0 +1,206 @@
+"""Every mutant of the Metal attention is caught: barriers deleted, bounds moved, strides swapped.
+
+A mutant is caught where the emulator finds fault with it, or where its result is wrong. One that
+isn't says that a test is missing, or that the line has no purpose.
+"""
+
+import dataclasses
+import re
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxserve.kernels import attention
+from mlxserve.kernels.attention import Options
+from mlxserve.kernels.metal import paged_attention
+from tests.kernels.paged import Paged
+from tests.support.metal import KernelError, emulate
+
+pytestmark = pytest.mark.full
+
+KERNELS = {kernel.name: kernel for kernel in (paged_attention.PARTS, paged_attention.MERGE)}
+BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\([^;]*\);")
+BOUND = re.compile(r"(?<=[\w)\]]) < (?=[\w(])")
+
+# What is between a bound and its neighbours, and where things lie: (old, new).
+SWAPPED = {
+    "paged_attention": [
+        ("position + 1)", "position)"),
+        ("position + 1)", "position + 2)"),
+        ("TILES * TILE, low)", "TILES * TILE, low + 1)"),
+        ("TILES * TILE, low)", "TILES * TILE, low - 1)"),
+        ("TILE, position", "TILE - 1, position"),
+        ("page - first_page < sealed", "page - first_page + 1 < sealed"),
+        ("pages_at + page - first_page", "pages_at + page"),
+        ("in_pool ? VECTORS : kv_heads * VECTORS", "in_pool ? kv_heads * VECTORS : VECTORS"),
+        ("(id * kv_heads + kv_head) * PAGE", "(id + kv_head) * PAGE"),
+        ("(id * kv_heads + kv_head) * PAGE", "(id * kv_heads) * PAGE"),
+        ("* PAGE + begin % PAGE) * D", "* PAGE) * D"),
+        ("(id * PAGE + begin % PAGE) * kv_heads", "(id * PAGE) * kv_heads"),
+        ("* kv_heads + kv_head) * D;", "* kv_heads) * D;"),
+        ("pool_k : hot_k", "hot_k : pool_k"),
+        ("pool_v : hot_v", "pool_v : hot_k"),
+        ("keys[i / VECTORS * step", "keys[i / VECTORS * VECTORS"),
+        ("values[i / VECTORS * step", "values[i / VECTORS * VECTORS"),
+        ("* LINE + i % VECTORS] = keys", "* VECTORS + i % VECTORS] = keys"),
+        ("* LINE + i % VECTORS] = values", "* VECTORS + i % VECTORS] = values"),
+        ("tile[token * LINE + c]", "tile[token * VECTORS + c]"),
+        ("j * LINE * 4", "j * VECTORS * 4"),
+        ("long(row.x) * q_heads + q_head", "long(row.x) * q_heads"),
+        ("long(row.x) * q_heads + q_head", "long(row.x) + q_head"),
+        ("rows)[part_of.x * 2]", "rows)[part_of.x]"),
+        ("rows)[part_of.x * 2 + 1]", "rows)[part_of.x * 2]"),
+        ("work)[item]", "work)[0]"),
+        ("queries)[i] = unpack", "queries)[i / 2] = unpack"),
+        ("h * (D / 4) + c * 2]", "h * (D / 4) + c]"),
+        ("c * 2 + 1", "c * 2"),
+        ("/ (G / H);", "/ G;"),
+        ("simd_gid * TILE * LINE", "0"),
+        ("simd_gid * H * TILE", "0"),
+        ("seen - now", "seen"),
+        ("top[h] - now", "0.0f"),
+        ("sum[h] * keep", "sum[h]"),
+        ("out[h][i] *= keep", "out[h][i] *= 1.0f"),
+        ("part == 0 ? weight : 0.0f", "weight"),
+        ("share * found", "found"),
+        ("value += share *", "value += "),
+        ("found[simd_gid * H + h]", "found[h]"),
+        ("long(item) * q_heads + q_head", "long(item) * q_heads"),
+        ("h * WORDS + lane", "lane"),
+        ("scale = how[0]", "scale = 1.0f"),
+        ("long(q_head + h) * items", "long(q_head) * items"),
+        ("long(q_head + h) * items + item", "long(q_head + h) + item"),
+        ("/ how[1]", ""),
+        ("+= NSG)", "+= 2 * NSG)"),
+        ("int t = simd_gid", "int t = simd_gid + 1"),
+        ("t / TILES;", "t / TILES + 1;"),
+    ],
+    "paged_attention_merge": [
+        ("row * 2 + 1", "row * 2"),
+        ("row_items.z", "row_items.y"),
+        ("row_items.w", "row_items.z"),
+        ("long(head) * tops_shape[1] + item", "long(head) * tops_shape[1]"),
+        ("long(head) * tops_shape[1] + item", "item"),
+        ("found[i].x", "found[0].x"),
+        ("found[mine]", "found[first]"),
+        ("long(item + first + j) * q_heads + head", "long(item + j) * q_heads + head"),
+        ("long(item + first + j) * q_heads + head", "long(item + first + j) * q_heads"),
+        ("long(row) * q_heads + head", "long(row) + head"),
+        ("share_j * simd_shuffle", "simd_shuffle"),
+        ("share_j * partial_pairs", "partial_pairs"),
+        ("top.x - largest", "top.x"),
+        ("float(sinks[head]) - largest", "float(sinks[head])"),
+        ("value[i].y / total", "value[i].x / total"),
+        ("if (SINKS) total", "if (!SINKS) total"),
+        ("int i = lane; i < items", "int i = lane + 1; i < items"),
+        ("first += 32", "first += 64"),
+    ],
+}  # fmt: skip
+
+# Mutants that compute the same, and why.
+NEVER_TAKEN = "the guard inside is false for the turn that it adds"
+EQUIVALENT = {
+    "<= at const float seen = token < count ? score[h] : LOWEST; [28]": (
+        "a score of 0 where there is no token: it may raise what is subtracted, its weight is 0 "
+        "because the next line looks again"
+    ),
+    "<= at const float weight = token < count ? metal::precise::exp(seen - now) : 0.0f; [30]": (
+        "exp(LOWEST - now) is 0"
+    ),
+    "<= at UNROLL for (int i = 0; i < PAIRS; i++) { [28]": NEVER_TAKEN,
+    "<= at UNROLL for (int i = 0; i < PAIRS; i++) { [24]": NEVER_TAKEN,
+    "<= at UNROLL for (int i = 0; i < PAIRS; i++) [26]": NEVER_TAKEN,
+    "<= at UNROLL for (int i = 0; i < PAIRS; i++) [28]": NEVER_TAKEN,
+    "<= at for (int first = 0; first < items; first += 32) { [25]": "a block of no items",
+    "+ 1 < at for (int over = TILE; over < 32; over *= 2) score[h] += "
+    "simd_shuffle_xor(score[h], ushort(over)); [30]": "16 is all that there is below 32",
+    "+ 1 < at if (c < D) { [7]": "both are even",
+}
+
+
+def mutants():
+    return [mutant for mutant in every_mutant() if mutant[1] not in EQUIVALENT]
+
+
+def every_mutant():
+    for name, kernel in KERNELS.items():
+        source = kernel.source
+        for found in BARRIER.finditer(source):
+            yield name, f"without {_place(source, found)}", _replaced(source, found, "")
+        for found in BOUND.finditer(source):
+            yield name, f"<= at {_place(source, found)}", _replaced(source, found, " <= ")
+            yield name, f"+ 1 < at {_place(source, found)}", _replaced(source, found, " + 1 < ")
+        for old, new in SWAPPED[name]:
+            found = re.search(re.escape(old), source)
+            yield name, f"{old} -> {new}", _replaced(source, found, new)
+
+
+def _place(source, found):
+    line = source.count("\n", 0, found.start())
+    begin = source.rfind("\n", 0, found.start()) + 1
+    return f"{source.splitlines()[line].strip()} [{found.start() - begin}]"
+
+
+def _replaced(source, found, new):
+    return source[: found.start()] + new + source[found.end() :]
+
+
+@cache
+def case(index):
+    """Inputs and the right result: first windows, then tiles of half the size, sinks and caps."""
+    rng = np.random.default_rng(index)
+    if index == 0:
+        cache = Paged([(63, 1), (0, 1), (300, 1)], 2, 80, window=70, dtype=mx.float16)
+        # Heads whose scores are hundreds apart: exp overflows where the largest isn't subtracted.
+        q = mx.array(rng.normal(size=(3, 4, 80)) * [[[1], [300], [300], [300]]]).astype(mx.float16)
+        how = Options(0.11, 70)
+    elif index == 1:
+        cache = Paged([(64, 1), (270, 1)], 2, 192, dtype=mx.float16)
+        q = mx.array(rng.normal(size=(2, 24, 192))).astype(mx.float16)
+        how = Options(0.07, sinks=mx.array(rng.normal(size=24) + 3), softcap=2.0)
+    else:
+        cache = Paged([(34 * 256, 1)], 1, 64, dtype=mx.float16)
+        q = mx.array(rng.normal(size=(1, 1, 64)) * 3).astype(mx.float16)
+        how = Options(0.12)
+    sinks = None if how.sinks is None else np.array(how.sinks, np.float64)
+    expected = cache.expected(
+        np.array(q, np.float64), scale=how.scale, sinks=sinks, softcap=how.softcap
+    )
+    return q, cache, how, expected
+
+
+def works(index, source_of):
+    """Whether nothing is wrong with the kernels, one of them in another form."""
+
+    def run(launch):
+        kernel = launch.kernel
+        if kernel.name in source_of:
+            kernel = dataclasses.replace(kernel, source=source_of[kernel.name])
+        launch = dataclasses.replace(launch, kernel=kernel)
+        long = index == 2 and launch.kernel.name == "paged_attention"
+        return emulate(launch, mode="fast" if long else "check", timeout_s=20)
+
+    q, cache, how, expected = case(index)
+    try:
+        out = attention._metal(run, q, cache.hot, cache.pool, cache.described, how)
+    except KernelError:
+        return False
+    return np.allclose(np.array(out, np.float64), expected, atol=2e-3)
+
+
+def test_the_kernels_as_they_are_work():
+    assert all(works(index, {}) for index in range(3))
+
+
+def test_mutants_that_are_left_out_exist():
+    assert EQUIVALENT.keys() <= {what for _, what, _ in every_mutant()}
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "source"), mutants(), ids=[f"{name}: {what}" for name, what, _ in mutants()]
+)
+def test_a_mutant_is_caught(name, what, source):
+    cases = (0, 1) if name == "paged_attention" else (0, 1, 2)
+    assert not all(works(index, {name: source}) for index in cases)
