@@ -4,6 +4,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -11,6 +12,7 @@ from typing import Any, get_args
 import mlx.core as mx
 
 from mlxserve.errors import RequestError
+from mlxserve.kernels.native import usable_cores
 from mlxserve.kernels.quantized import PackedWeight
 from mlxserve.report import damaged, show, unsupported
 from mlxserve.sources import directory, gguf_names, gguf_quant, mlx_quant, safetensors
@@ -100,11 +102,15 @@ def _open_file(path: Path, q6_k: Q6K) -> Checkpoint:
 
 
 def _gguf_weights(file: GGUFFile, tensors: list[gguf_names.NamedTensor], q6_k: Q6K) -> Weights:
+    def convert(t: gguf_names.NamedTensor) -> gguf_quant.Converted:
+        order = gguf_names.row_order(t.tensor.shape[0], t.heads) if t.heads else None
+        return gguf_quant.to_mlx(file, t.tensor, order, q6_k=q6_k)
+
     weights: Weights = {}
     errors: list[float] = []
-    for t in tensors:
-        order = gguf_names.row_order(t.tensor.shape[0], t.heads) if t.heads else None
-        value, error = gguf_quant.to_mlx(file, t.tensor, order, q6_k=q6_k)
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        converted = list(pool.map(convert, tensors))
+    for t, (value, error) in zip(tensors, converted, strict=True):
         if t.tensor.type == "Q6_K":
             errors.append(error)
         if t.plus_one and not isinstance(value, PackedWeight):
