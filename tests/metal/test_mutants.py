@@ -16,7 +16,7 @@ from mlxserve.kernels import attention
 from mlxserve.kernels.attention import Options
 from mlxserve.kernels.metal import paged_attention
 from tests.kernels.paged import Paged
-from tests.support.metal import KernelError, emulate
+from tests.support.metal import KernelError, cost, emulate
 
 pytestmark = pytest.mark.full
 
@@ -42,10 +42,12 @@ SWAPPED = {
         ("* kv_heads + kv_head) * D;", "* kv_heads) * D;"),
         ("pool_k : hot_k", "hot_k : pool_k"),
         ("pool_v : hot_v", "pool_v : hot_k"),
-        ("keys[i / VECTORS * step", "keys[i / VECTORS * VECTORS"),
-        ("values[i / VECTORS * step", "values[i / VECTORS * VECTORS"),
-        ("* LINE + i % VECTORS] = keys", "* VECTORS + i % VECTORS] = keys"),
-        ("* LINE + i % VECTORS] = values", "* VECTORS + i % VECTORS] = values"),
+        ("keys[from / VECTORS * step", "keys[from / VECTORS * VECTORS"),
+        ("values[from / VECTORS * step", "values[from / VECTORS * VECTORS"),
+        ("* LINE + to % VECTORS] = keys", "* VECTORS + to % VECTORS] = keys"),
+        ("* LINE + to % VECTORS] = values", "* VECTORS + to % VECTORS] = values"),
+        ("count * VECTORS - 1", "count * VECTORS"),
+        ("count * VECTORS - 1", "count * VECTORS - 2"),
         ("tile[token * LINE + c]", "tile[token * VECTORS + c]"),
         ("j * LINE * 4", "j * VECTORS * 4"),
         ("long(row.x) * q_heads + q_head", "long(row.x) * q_heads"),
@@ -58,7 +60,6 @@ SWAPPED = {
         ("c * 2 + 1", "c * 2"),
         ("/ (G / H);", "/ G;"),
         ("simd_gid * TILE * LINE", "0"),
-        ("simd_gid * H * TILE", "0"),
         ("seen - now", "seen"),
         ("top[h] - now", "0.0f"),
         ("sum[h] * keep", "sum[h]"),
@@ -83,14 +84,15 @@ SWAPPED = {
         ("row_items.w", "row_items.z"),
         ("long(head) * tops_shape[1] + item", "long(head) * tops_shape[1]"),
         ("long(head) * tops_shape[1] + item", "item"),
-        ("found[i].x", "found[0].x"),
-        ("found[mine]", "found[first]"),
+        ("found[i * 2]", "found[i]"),
+        ("found[mine * 2]", "found[mine]"),
+        ("found[mine * 2 + 1]", "found[mine * 2]"),
         ("long(item + first + j) * q_heads + head", "long(item + j) * q_heads + head"),
         ("long(item + first + j) * q_heads + head", "long(item + first + j) * q_heads"),
         ("long(row) * q_heads + head", "long(row) + head"),
-        ("share_j * simd_shuffle", "simd_shuffle"),
+        ("share_j * simd_broadcast", "simd_broadcast"),
         ("share_j * partial_pairs", "partial_pairs"),
-        ("top.x - largest", "top.x"),
+        ("exp(found[mine * 2] - largest)", "exp(found[mine * 2])"),
         ("float(sinks[head]) - largest", "float(sinks[head])"),
         ("value[i].y / total", "value[i].x / total"),
         ("if (SINKS) total", "if (!SINKS) total"),
@@ -103,8 +105,8 @@ SWAPPED = {
 NEVER_TAKEN = "the guard inside is false for the turn that it adds"
 EQUIVALENT = {
     "<= at const float seen = token < count ? score[h] : LOWEST; [28]": (
-        "a score of 0 where there is no token: it may raise what is subtracted, its weight is 0 "
-        "because the next line looks again"
+        "the score of no token: it may raise what is subtracted, its weight is 0 because the next "
+        "line looks again"
     ),
     "<= at const float weight = token < count ? metal::precise::exp(seen - now) : 0.0f; [30]": (
         "exp(LOWEST - now) is 0"
@@ -150,12 +152,12 @@ def _replaced(source, found, new):
 @cache
 def case(index):
     """Inputs and the right result: first windows, then tiles of half the size, sinks and caps."""
-    rng = np.random.default_rng(index)
+    rng = np.random.default_rng(index + 11)  # in each simdgroup some head has its largest score
     if index == 0:
-        cache = Paged([(63, 1), (0, 1), (300, 1)], 2, 80, window=70, dtype=mx.float16)
-        # Heads whose scores are hundreds apart: exp overflows where the largest isn't subtracted.
-        q = mx.array(rng.normal(size=(3, 4, 80)) * [[[1], [300], [300], [300]]]).astype(mx.float16)
-        how = Options(0.11, 70)
+        cache = Paged([(63, 1), (0, 1), (300, 1), (450, 1)], 2, 80, window=200, dtype=mx.float16)
+        # Heads whose scores are thousands apart: exp overflows where the largest isn't subtracted.
+        q = mx.array(rng.normal(size=(4, 4, 80)) * [[[1], [3e3], [3e3], [3e3]]]).astype(mx.float16)
+        how = Options(0.11, 200)
     elif index == 1:
         cache = Paged([(64, 1), (270, 1)], 2, 192, dtype=mx.float16)
         q = mx.array(rng.normal(size=(2, 24, 192))).astype(mx.float16)
@@ -190,8 +192,20 @@ def works(index, source_of):
     return np.allclose(np.array(out, np.float64), expected, atol=2e-3)
 
 
+def reads_what_it_sees(kernel):
+    """Whether a kernel loads every byte of the tokens that are seen, and no other."""
+    q, cache, how, _ = case(0)
+    plan = cache.described.decode_plan(how.window)
+    launch = paged_attention.parts(q, cache.hot, cache.pool, plan, scale=1.0, softcap=None)
+    buffers = cost(dataclasses.replace(launch, kernel=kernel)).buffers
+    loaded = [buffers[name].loads.distinct_bytes for name in ("hot_k", "hot_v", "pool_k", "pool_v")]
+    seen = sum(min(start + 1, how.window) for start, _ in cache.rows)
+    return sum(loaded) == seen * 2 * 80 * 2 * 2
+
+
 def test_the_kernels_as_they_are_work():
     assert all(works(index, {}) for index in range(3))
+    assert reads_what_it_sees(paged_attention.PARTS)
 
 
 def test_mutants_that_are_left_out_exist():
@@ -203,4 +217,6 @@ def test_mutants_that_are_left_out_exist():
 )
 def test_a_mutant_is_caught(name, what, source):
     cases = (0, 1) if name == "paged_attention" else (0, 1, 2)
-    assert not all(works(index, {name: source}) for index in cases)
+    if all(works(index, {name: source}) for index in cases):
+        assert name == "paged_attention"
+        assert not reads_what_it_sees(dataclasses.replace(KERNELS[name], source=source))

@@ -56,6 +56,17 @@ def test_ragged_rows():
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("group", "dim"), [(20, 64), (32, 64), (9, 96), (8, 192), (8, 256)])
+def test_large_groups_in_equal_shares(group, dim):
+    check(FEW, 1, group, dim, mx.float16)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_so_few_heads_that_mlx_changes_an_address_space(heads):
+    check([(5, 1)], 1, heads, 64, mx.float16)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("window", [1, 33, 64, 65, 300])
 def test_windows(window):
     check(RAGGED, 2, 2, 72, mx.float16, window=window)

@@ -13,7 +13,8 @@ import numpy as np
 
 from mlxserve.kernels.attention import PagedRows, paged_attention
 from mlxserve.kernels.metal.launch import Runner
-from mlxserve.kernels.metal.paged_attention import PAGE_TOKENS, DecodePlan, decode_attention
+from mlxserve.kernels.metal.paged_attention import DecodePlan, decode_attention
+from mlxserve.kernels.pages import PAGE_TOKENS
 from mlxserve.kernels.registry import check_close
 from mlxserve.kernels.uses import AttentionUse
 from mlxserve.kernels.verdicts import Timing
@@ -25,7 +26,7 @@ POSITIONS = (0, 5, 63, 64, 200, 255, 256, 700)
 CHECKED_WINDOW = 300  # the most: it is no part of what is compiled, and cuts POSITIONS
 CONTEXTS = (512, 4096)
 ROWS = (1, 8)
-CALLS = 8  # per measurement
+CALLS = 32  # per measurement
 BUDGET_S = 0.2  # for measuring both at one size
 
 

@@ -24,11 +24,12 @@ constexpr int LINE = VECTORS | 1;  // odd, so that lanes with a token each read 
 constexpr int PARTS = 32 / TILE;   // lanes that share a token's score
 constexpr int PAIRS = (WORDS + 31) / 32;  // words of a value per lane
 constexpr int TILES = PAGE / TILE;
+constexpr int COPIES = TILE * VECTORS / 32;  // vectors of a tile per lane
+constexpr bool FULL = WORDS % 32 == 0;       // all lanes have words in every turn
 constexpr float LOWEST = -1e30f;
 
 threadgroup uint4 tiles[NSG * TILE * LINE];
 threadgroup float4 queries[H * D / 4];
-threadgroup float weights[NSG * H * TILE];
 threadgroup float2 found[NSG * H];
 
 const int lane = int(thread_index_in_simdgroup);
@@ -59,7 +60,6 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 
 threadgroup uint4* tile = tiles + simd_gid * TILE * LINE;
 const threadgroup uint* tile_words = (const threadgroup uint*)tile;
-threadgroup float* tile_weights = weights + simd_gid * H * TILE;
 const int token = lane % TILE;
 const int part = lane / TILE;
 
@@ -87,21 +87,25 @@ for (int t = simd_gid; t < (page_end - page_begin) * TILES; t += NSG) {
   const device uint4* keys = (const device uint4*)((in_pool ? pool_k : hot_k) + at);
   const device uint4* values = (const device uint4*)((in_pool ? pool_v : hot_v) + at);
 
-  for (int i = lane; i < count * VECTORS; i += 32)
-    tile[i / VECTORS * LINE + i % VECTORS] = keys[i / VECTORS * step + i % VECTORS];
+  // As many loads for every tile, all of them under way at once; a tile that isn't full loads its
+  // last vector again.
+  const int last = count * VECTORS - 1;
+  UNROLL for (int n = 0; n < COPIES; n++) {
+    const int to = n * 32 + lane;
+    const int from = metal::min(to, last);
+    tile[to / VECTORS * LINE + to % VECTORS] = keys[from / VECTORS * step + from % VECTORS];
+  }
   simdgroup_barrier(mem_flags::mem_threadgroup);
 
   float score[H];
   UNROLL for (int h = 0; h < H; h++) score[h] = 0.0f;
-  if (token < count) {
-    for (int c = part * (VECTORS / PARTS); c < (part + 1) * (VECTORS / PARTS); c++) {
-      const uint4 words = tile[token * LINE + c];
-      const float4 a = float4(unpack<T>(words.x), unpack<T>(words.y));
-      const float4 b = float4(unpack<T>(words.z), unpack<T>(words.w));
-      UNROLL for (int h = 0; h < H; h++) {
-        score[h] += metal::dot(a, queries[h * (D / 4) + c * 2]);
-        score[h] += metal::dot(b, queries[h * (D / 4) + c * 2 + 1]);
-      }
+  for (int c = part * (VECTORS / PARTS); c < (part + 1) * (VECTORS / PARTS); c++) {
+    const uint4 words = tile[token * LINE + c];
+    const float4 a = float4(unpack<T>(words.x), unpack<T>(words.y));
+    const float4 b = float4(unpack<T>(words.z), unpack<T>(words.w));
+    UNROLL for (int h = 0; h < H; h++) {
+      score[h] += metal::dot(a, queries[h * (D / 4) + c * 2]);
+      score[h] += metal::dot(b, queries[h * (D / 4) + c * 2 + 1]);
     }
   }
   UNROLL for (int h = 0; h < H; h++) {
@@ -114,19 +118,24 @@ for (int t = simd_gid; t < (page_end - page_begin) * TILES; t += NSG) {
     sum[h] = sum[h] * keep + simd_sum(part == 0 ? weight : 0.0f);
     top[h] = now;
     UNROLL for (int i = 0; i < PAIRS; i++) out[h][i] *= keep;
-    if (part == 0) tile_weights[h * TILE + token] = weight;
+    score[h] = weight;
   }
   simdgroup_barrier(mem_flags::mem_threadgroup);
 
-  for (int i = lane; i < count * VECTORS; i += 32)
-    tile[i / VECTORS * LINE + i % VECTORS] = values[i / VECTORS * step + i % VECTORS];
+  UNROLL for (int n = 0; n < COPIES; n++) {
+    const int to = n * 32 + lane;
+    const int from = metal::min(to, last);
+    tile[to / VECTORS * LINE + to % VECTORS] = values[from / VECTORS * step + from % VECTORS];
+  }
   simdgroup_barrier(mem_flags::mem_threadgroup);
 
   for (int j = 0; j < count; j++) {
+    float weight[H];
+    UNROLL for (int h = 0; h < H; h++) weight[h] = simd_broadcast(score[h], ushort(j));
     UNROLL for (int i = 0; i < PAIRS; i++) {
-      if (lane + i * 32 < WORDS) {
+      if (FULL || lane + i * 32 < WORDS) {
         const float2 value = unpack<T>(tile_words[j * LINE * 4 + lane + i * 32]);
-        UNROLL for (int h = 0; h < H; h++) out[h][i] += tile_weights[h * TILE + j] * value;
+        UNROLL for (int h = 0; h < H; h++) out[h][i] += weight[h] * value;
       }
     }
   }
@@ -137,7 +146,7 @@ for (int t = simd_gid; t < (page_end - page_begin) * TILES; t += NSG) {
 UNROLL for (int h = 0; h < H; h++) {
   if (lane == 0) found[simd_gid * H + h] = float2(top[h], sum[h]);
   UNROLL for (int i = 0; i < PAIRS; i++)
-    if (lane + i * 32 < WORDS) ((threadgroup float2*)tile)[h * WORDS + lane + i * 32] = out[h][i];
+    if (FULL || lane + i * 32 < WORDS) ((threadgroup float2*)tile)[h * WORDS + lane + i * 32] = out[h][i];
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 

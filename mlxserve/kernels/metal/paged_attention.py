@@ -16,13 +16,15 @@ import mlx.core as mx
 import numpy as np
 
 from mlxserve.kernels.metal.launch import Kernel, Launch, Runner
+from mlxserve.kernels.pages import PAGE_TOKENS
 
-PAGE_TOKENS = 64
 PART_PAGES = 4
-SIMDGROUPS = 2  # of a threadgroup
+SIMDGROUPS = 4  # of a threadgroup
 HEAD_DIMS = (64, 72, 80, 96, 112, 128, 192, 256)
 DTYPES = (mx.float16, mx.bfloat16)
-ACCUMULATORS = 2048  # numbers of all heads that a simdgroup keeps in registers: 64 per lane
+# Numbers of all heads that a lane keeps in registers. MLX measured that 88 spill (its pull request
+# 4077), in a kernel that is like ours in this respect.
+MAX_LANE_NUMBERS = 56
 
 
 def unsupported(q_heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> str:
@@ -101,14 +103,15 @@ def parts(
     """The first launch: partial `[items, Hq, D]` and tops `[Hq, items, 2]`, float32."""
     (_, q_heads, dim), kv_heads = q.shape, hot[0].shape[1]
     group = q_heads // kv_heads
-    heads = _heads_together(group, dim)
+    tile = _tile_tokens(dim)
+    heads = _heads_together(group, dim, tile)
     template = {
         "T": hot[0].dtype,
         "D": dim,
         "G": group,
         "H": heads,
         "NSG": SIMDGROUPS,
-        "TILE": 32 if dim <= 128 else 16,
+        "TILE": tile,
         "SOFTCAP": softcap is not None,
     }
     threads = 32 * SIMDGROUPS
@@ -147,11 +150,19 @@ def merge(
     )
 
 
-def _heads_together(group: int, dim: int) -> int:
-    """Query heads of a threadgroup: as many as registers hold, in equal shares."""
-    return max(
-        n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n * dim <= ACCUMULATORS)
-    )
+def _tile_tokens(dim: int) -> int:
+    """Tokens of a tile: about 4 KB, so that a GPU core holds a dozen simdgroups and their tiles."""
+    return 32 if dim <= 80 else 16 if dim <= 128 else 8
+
+
+def _heads_together(group: int, dim: int, tile: int) -> int:
+    """Query heads of a threadgroup: as many as registers hold, in equal shares.
+
+    Each takes `dim / 32` numbers of a lane, its largest score, sum and score. In the end a tile's
+    memory holds `dim` float32 of each head, where it held `tile * dim` numbers of 16 bits.
+    """
+    most = min(MAX_LANE_NUMBERS * 32 // (dim + 96), tile // 2)
+    return max(n for n in range(1, group + 1) if group % n == 0 and (n == 1 or n <= most))
 
 
 @cache

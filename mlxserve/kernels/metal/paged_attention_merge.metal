@@ -13,13 +13,14 @@ const int q_heads = int(threadgroups_per_grid.y);
 const int4 row_items = ((const device int4*)rows)[row * 2 + 1];
 const int item = row_items.z;
 const int items = row_items.w;
-const device float2* found = (const device float2*)tops + long(head) * tops_shape[1] + item;
+// MLX puts arrays of fewer than 8 numbers into another address space, so no type is named here.
+const auto found = tops + (long(head) * tops_shape[1] + item) * 2;
 const device float2* partial_pairs = (const device float2*)partial;
 
 float largest = -1e30f;
 if (SINKS) largest = float(sinks[head]);
 for (int i = lane; i < items; i += 32)
-  largest = metal::max(largest, found[i].x);
+  largest = metal::max(largest, found[i * 2]);
 largest = simd_max(largest);
 
 float total = 0.0f;
@@ -31,17 +32,16 @@ for (int first = 0; first < items; first += 32) {
   float share = 0.0f;
   float sum = 0.0f;
   if (mine < items) {
-    const float2 top = found[mine];
-    share = metal::precise::exp(top.x - largest);
-    sum = top.y;
+    share = metal::precise::exp(found[mine * 2] - largest);
+    sum = found[mine * 2 + 1];
   }
   const int count = metal::min(32, items - first);
   for (int j = 0; j < count; j++) {
-    const float share_j = simd_shuffle(share, ushort(j));
-    total += share_j * simd_shuffle(sum, ushort(j));
+    const float share_j = simd_broadcast(share, ushort(j));
+    total += share_j * simd_broadcast(sum, ushort(j));
     const long at = (long(item + first + j) * q_heads + head) * WORDS;
     UNROLL for (int i = 0; i < PAIRS; i++)
-      if (lane + i * 32 < WORDS) value[i] += share_j * partial_pairs[at + lane + i * 32];
+      if (WORDS % 32 == 0 || lane + i * 32 < WORDS) value[i] += share_j * partial_pairs[at + lane + i * 32];
   }
 }
 

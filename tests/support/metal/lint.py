@@ -38,7 +38,12 @@ _ALIAS = re.compile(r"\busing\s+(\w+)\s*=\s*(?:metal::)?vec<")
 
 def lint(launch: Launch) -> list[Finding]:
     """The findings about a kernel's text, as it is compiled for a launch."""
-    return [*_pointer_findings(launch), *_variable_findings(launch.kernel), *_compiled(launch)]
+    return [
+        *_pointer_findings(launch),
+        *_variable_findings(launch.kernel),
+        *_cast_findings(launch),
+        *_compiled(launch),
+    ]
 
 
 def _pointer_findings(launch: Launch) -> list[Finding]:
@@ -64,6 +69,25 @@ def _variable_findings(kernel: Kernel) -> list[Finding]:
         )
         for token in threadgroup_variables(kernel.header)
     ]
+
+
+def _cast_findings(launch: Launch) -> list[Finding]:
+    """Casts of a parameter to the space that it isn't in, which only clang lets pass.
+
+    MLX decides by an array's size, so a kernel may compile for one launch and not for another.
+    """
+    kernel = launch.kernel
+    found = []
+    for parameter in signature.parameters(launch):
+        other = {"constant": "device", "device": "constant"}.get(parameter.space)
+        if other is None:
+            continue
+        cast = rf"\(\s*(?:const\s+)?{other}\b[^()]*\*\s*\)\s*\(*\s*{parameter.name}\b"
+        for match in re.finditer(cast, kernel.source):
+            line = kernel.source.count("\n", 0, match.start()) + 1
+            message = f"{parameter.name} is in the {parameter.space} space here, cast to {other}"
+            found.append(_finding(kernel, source_file(kernel), line, message))
+    return found
 
 
 def _compiled(launch: Launch) -> list[Finding]:
