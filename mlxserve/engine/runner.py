@@ -81,6 +81,8 @@ class InFlight:
 
     def read(self) -> list[ChunkResult]:
         """Wait for the step; one result per chunk of the plan."""
+        if self._hidden is not None:  # nothing to read, but until it's done it holds the cache
+            mx.eval(self._hidden)
         ids: list[int] = [] if self.ids is None else self.ids.tolist()  # type: ignore[assignment]
         finite = [] if self._finite is None else np.array(self._finite)
         reported = self._read_logprobs(ids)

@@ -247,6 +247,23 @@ def test_decoding_writes_the_cache_in_place():
 
 
 @pytest.mark.full
+def test_a_long_prompt_writes_the_cache_in_place():
+    """Its steps sample nothing. One that begins before the last is done would copy the pages."""
+    tiny = tiny_llama(num_key_value_heads=4, head_dim=64, **LONG)
+    model = load_model(tiny.config, dict(tiny.weights))
+    core = Core(model, EngineConfig(max_batch=4, max_batched_tokens=32))
+    core.storage.grow(core.manager.hot.pages, [128])
+    core.admit([request(prompt(1500), max_tokens=1)], queue.SimpleQueue(), 0.0)
+    core.advance()
+    layer = core.storage.pool[0][0].nbytes
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    while core.busy:
+        core.advance()
+    assert mx.get_peak_memory() - before < 0.5 * layer
+
+
+@pytest.mark.full
 def test_storage_may_grow_in_the_very_step_that_ends_the_last_request():
     tiny = tiny_llama(**LONG)
     for tokens_of_prompt, new in ((500, 13), (449, 64), (1000, 25)):
