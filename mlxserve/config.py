@@ -33,11 +33,17 @@ MAX_KERNEL_CHECK_S = 3600
 
 
 def home() -> Path:
-    """The directory that holds everything mlxserve keeps on disk."""
-    if explicit := os.environ.get("MLXSERVE_HOME"):
-        return Path(explicit).expanduser()
+    """The directory that holds everything mlxserve keeps on disk. Raises RequestError."""
+    explicit = os.environ.get("MLXSERVE_HOME")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "mlxserve"
+    path = Path(explicit) if explicit else Path(cache) / "mlxserve"
+    try:
+        return path.expanduser()
+    except RuntimeError:  # in containers, a user may have no name and no home
+        raise RequestError(
+            f"{path} can't be found, since this user has no home directory; set MLXSERVE_HOME to "
+            "a directory"
+        ) from None
 
 
 def offline() -> bool:

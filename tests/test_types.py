@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from mlxserve import config
 from mlxserve.config import EngineConfig
 from mlxserve.errors import RequestError
 from mlxserve.types import Request, SamplingParams
@@ -103,3 +104,14 @@ def test_the_limits_themselves_are_allowed():
     fits.validate(vocab_size=100, context_tokens=20)
     scored = Request(id="r", prompt_ids=(1,) * 20, params=SamplingParams(), score=True)
     scored.validate(vocab_size=100, context_tokens=20)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
+    def unknown(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("MLXSERVE_HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(config.Path, "expanduser", unknown)
+    with pytest.raises(RequestError, match=r"~/.cache/mlxserve .* set MLXSERVE_HOME"):
+        config.home()

@@ -5,7 +5,7 @@ Per layer, K and V apart (one array for all layers would be copied on every writ
     pool  [pages, Hk, P, D]     head-major, written once per page, when it is sealed
 A write reuses the buffer only while no one else holds it, so arrays are replaced here and nowhere
 else, one operation both seals and writes a layer, and a step's arrays are evaluated together with
-its tokens.
+its tokens. A recorded step is given all of them as its state, and writes the buffers as they are.
 """
 
 from collections.abc import Sequence

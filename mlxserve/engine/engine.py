@@ -5,7 +5,7 @@ step.
 
 Step N+1 is built while the device computes step N, on top of tokens not read yet. It is submitted
 only after N has been read: then no unfinished step holds the cache's arrays, and they are written
-in place.
+in place. A step that is run from a recording writes them anyway, and is submitted at once.
 """
 
 import atexit

@@ -91,7 +91,8 @@ def _verdict(code: int, out: bytes, err: bytes) -> Verdict:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
+    # It may have ended by now; then macOS says that it isn't allowed.
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with suppress(subprocess.TimeoutExpired):  # one that the system won't let go is left behind
         process.communicate(timeout=REAP_S)

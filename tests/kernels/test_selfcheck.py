@@ -75,6 +75,7 @@ def test_a_kernel_that_is_right_and_fast_is_used(gpu, caplog, use):
     assert f"checking the Metal attention kernel for {use} on " in message
 
 
+@pytest.mark.full
 def test_a_kernel_that_is_slow_is_not_used(gpu):
     gpu("slow")
     choice = choose(EVERY_OPTION)
@@ -139,6 +140,20 @@ def test_a_hanging_check_ends_with_the_load_that_wants_it(gpu, monkeypatch):
     assert time.monotonic() < begin + 10
     assert started[0].returncode == -signal.SIGKILL
     assert verdicts.recall(AttentionUse(4, 2, 64, "bfloat16")) is None
+
+
+def test_a_process_that_ends_as_it_is_killed(gpu, monkeypatch):
+    """To signal a group whose last process has just ended isn't allowed, says macOS."""
+    kill = selfcheck.os.killpg
+
+    def kill_too_late(group, number):
+        kill(group, number)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(selfcheck.os, "killpg", kill_too_late)
+    monkeypatch.setenv("MLXSERVE_KERNEL_CHECK_S", "1.5")
+    gpu("hanging")
+    assert choose(PLAIN).reason.endswith("hang: no result within 1.5 s")
 
 
 @pytest.mark.parametrize(("setting", "implementation", "reason"), [
@@ -271,6 +286,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.full
 def test_models_are_checked_before_their_weights_are_loaded(gpu, caplog, monkeypatch):
     """Once for all layers that are alike; on a CPU only a type of 16 bits asks for it."""
     gpu("right")

@@ -97,18 +97,11 @@ class Recorder {
 
   void add_output(const mx::array& a) {
     Value& value = values_[value_of_[a.id()]];
-    if (value.where == Program::Where::input) {
-      if (a.shape() != program_->input_shapes_[value.at])
-        refuse(NAME, "an output is an input reshaped");
-      program_->outputs_.push_back(-1 - static_cast<int>(value.at));
-      return;
-    }
     if (value.where != Program::Where::memory)
-      refuse(NAME, "an output is a constant, or is asked for twice");
+      refuse(NAME, "an output is an input or a constant, or is asked for twice");
     value.where = Program::Where::output;
-    value.at = program_->made_.size();
-    program_->outputs_.push_back(static_cast<int>(value.at));
-    program_->made_.push_back({a.shape(), a.dtype(), -1});
+    value.at = program_->outputs_.size();
+    program_->outputs_.push_back({a.shape(), a.dtype(), -1});
   }
 
   // What is written in place must belong to the state, and nobody else may read what it was.
@@ -190,13 +183,10 @@ std::vector<mx::array> Program::run(const std::vector<mx::array>& inputs, const 
     require_shape(NAME, "an input", all[i], input_shapes_[i]);
     require_dtype(NAME, "an input", all[i], input_types_[i]);
   }
-  const auto made =
-      lazy(NAME, all, made_, [self = shared_from_this()](const Inputs& in, const Outputs& out) {
-        self->execute(in, out);
-      });
-  std::vector<mx::array> results;
-  for (const int i : outputs_) results.push_back(i < 0 ? inputs[-1 - i] : made[i]);
-  return results;
+  return lazy(NAME, all, outputs_,
+              [self = shared_from_this()](const Inputs& in, const Outputs& out) {
+                self->execute(in, out);
+              });
 }
 
 bool Program::agrees_with(const Program& other) const {

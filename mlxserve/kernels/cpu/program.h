@@ -28,8 +28,8 @@ class Program : public std::enable_shared_from_this<Program> {
  public:
   // What computes `outputs` from `inputs`, both not yet evaluated, and makes `after` of `before`.
   // Anything else that it uses must be there already, and is taken to be the same for ever
-  // (weights). Throws std::invalid_argument for a graph with operations that aren't ours, or that
-  // doesn't write its state in place.
+  // (weights). Throws std::invalid_argument for a graph with operations that aren't ours, that
+  // doesn't compute each of its outputs, or that doesn't write its state in place.
   static std::shared_ptr<Program> record(const std::vector<mx::array>& inputs,
                                          const std::vector<mx::array>& before,
                                          const std::vector<mx::array>& outputs,
@@ -64,9 +64,7 @@ class Program : public std::enable_shared_from_this<Program> {
   size_t inputs_ = 0;
   std::vector<mx::Shape> input_shapes_;
   std::vector<mx::Dtype> input_types_;
-  std::vector<OutputSpec> made_;
-  // For each output: its place in `made_`, or -1 - i where it is input i, untouched.
-  std::vector<int> outputs_;
+  std::vector<OutputSpec> outputs_;
   std::vector<mx::array> constants_;
   std::vector<Step> steps_;
   std::vector<char> memory_;
