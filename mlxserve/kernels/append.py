@@ -34,8 +34,8 @@ def append(
     head-major, or packed (see `pages`): then a page is packed as it is copied. index: int32 `[T]`,
     where in hot each token goes; k, v: `[T, Hk, D]`, written in the cache's dtype. moves: int32
     `[n, 2]`, (hot page, pool page). Returns hot and pool; drop the arrays that were given, so that
-    their memory is written in place. Raises ValueError (native) for shapes and dtypes that don't
-    fit; tokens and pages out of range aren't written.
+    their memory is written in place. The native kernel raises ValueError for shapes and dtypes that
+    don't fit, and doesn't write tokens and pages that are out of range.
     """
     kernels = native("append")
     if kernels is None:

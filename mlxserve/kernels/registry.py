@@ -46,7 +46,8 @@ class Choice:
     """One op's implementation ("native", "metal" or "reference") and the reason for it.
 
     use: the one that it is for; None: every. verdict: of the Metal kernel's check, if any.
-    failed: whether there is a kernel, and it didn't pass its check.
+    failed: whether there is a kernel, and it didn't pass its check. unsupported: whether the kernel
+    doesn't take such a use.
     """
 
     op: str
@@ -55,6 +56,7 @@ class Choice:
     use: AttentionUse | None = None
     verdict: Verdict | None = None
     failed: bool = False
+    unsupported: bool = False
 
 
 class _Decision(NamedTuple):
@@ -199,7 +201,7 @@ def _decide_metal(
     if reason := paged_attention.unsupported(use.q_heads, use.kv_heads, use.dim, dtype):
         if asked == "metal":
             raise RequestError(f"MLXSERVE_KERNELS asks for metal {OP}: {reason}")
-        return Choice(OP, "reference", reason, use)
+        return Choice(OP, "reference", reason, use, unsupported=True)
     if asked == "metal":
         return Choice(OP, "metal", "asked for by MLXSERVE_KERNELS, not checked", use)
     try:

@@ -99,7 +99,8 @@ def _choose_kernels(model: Model, dtype: mx.Dtype, cancelled: Callable[[], bool]
     choices = registry.choose(uses, cancelled=cancelled)
     for (use, layers), choice in zip(uses.items(), choices, strict=True):
         how = f"{choice.op} is {choice.implementation} ({choice.reason})"
-        logger.info("layers %s, %s: %s", ", ".join(map(str, layers)), use, how)
+        level = logging.WARNING if choice.unsupported else logging.INFO
+        logger.log(level, "layers %s, %s: %s", ", ".join(map(str, layers)), use, how)
 
 
 def activation_dtype(weights: Weights, *, metal: bool, float16_safe: bool = True) -> mx.Dtype:
