@@ -18,6 +18,7 @@ def use_the_reference(monkeypatch):
     registry.forget()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("window", [None, 1, 16, 64, 100])
 @pytest.mark.parametrize("options", ["plain", "softcap", "sinks", "both"])
 @pytest.mark.parametrize(("hq", "hk", "dim"), [(4, 2, 32), (3, 3, 80), (8, 1, 64)])

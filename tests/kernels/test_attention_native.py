@@ -69,6 +69,7 @@ def test_odd_shapes(heads):
         check(Paged(ROWS, hk, dim, dtype=dtype, window=window), hq, dim)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("window", [None, 1, 2, 16, 63, 64, 65, 100, 1000])
 @pytest.mark.parametrize("name", ["plain", "softcap", "sinks", "both"])
 def test_options(window, name):
@@ -167,6 +168,7 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.full
 def test_the_number_of_threads_changes_no_bit():
     """Also where a context is so long that its pages are done in several rounds."""
     answers = set()

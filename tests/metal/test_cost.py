@@ -6,6 +6,8 @@ import pytest
 from tests.metal.kernels import BARRIER, launch
 from tests.support.metal import KernelError, Traffic, cost
 
+pytestmark = pytest.mark.full
+
 N = 256
 X = mx.zeros(N, mx.float32)
 HALF = mx.zeros(N, mx.float16)

@@ -9,6 +9,8 @@ from tests.metal.kernels import BARRIER, SHARED, launch
 from tests.support.metal import KernelError, emulate, unavailable
 from tests.support.metal.signature import ATTRIBUTES
 
+pytestmark = pytest.mark.full
+
 # Name: body, options, expected output.
 X = np.arange(64, dtype=np.float32)
 LEGAL = {

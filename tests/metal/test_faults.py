@@ -6,6 +6,8 @@ import pytest
 from tests.metal.kernels import BARRIER, NAME_LINES, SHARED, launch
 from tests.support.metal import KernelError, emulate
 
+pytestmark = pytest.mark.full
+
 AT = """
 __attribute__((noinline)) float at(const threadgroup float* p, int k) { return p[k]; }
 """
