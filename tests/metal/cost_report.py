@@ -32,10 +32,11 @@ float16, both launches together.
 - *Coalescing*: the same lines beside those that the same accesses would touch if each lay in a row.
 - *Loads of each byte*: how often a key or value is loaded.
 - *Operations*: additions, multiplications and functions in floating point, for each of the least bytes.
-- *Threadgroup memory*: in bytes; a threadgroup may have 32768.
+- *Threadgroup memory*: in bytes of a threadgroup, which may have 32768; and what all threads together load and store there.
+- *Barriers* of threadgroups; *simd operations* of simdgroups, their barriers included.
 
-| Hq/Hk | D | Hk | complete pages | MB | bytes to the least | transactions to the least | coalescing | loads of each byte | operations | threadgroup memory |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| Hq/Hk | D | Hk | complete pages | MB | bytes to the least | transactions to the least | coalescing | loads of each byte | operations | threadgroup memory | MB loaded, stored there | barriers | simd operations |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 LENGTHS = (512, 1000, 8000, 32768)
 
@@ -85,6 +86,10 @@ class Row(NamedTuple):
     operations: int
     threadgroup_bytes: int
     cache_loads: float
+    threadgroup_loaded: int
+    threadgroup_stored: int
+    barriers: int
+    simd_operations: int
 
     @property
     def bytes_ratio(self) -> float:
@@ -109,6 +114,10 @@ def measure(case: Case, lengths: Sequence[int]) -> Row:
         operations=sum(c.arithmetic for c in costs),
         threadgroup_bytes=max(c.threadgroup_bytes for c in costs),
         cache_loads=_cache_bytes(costs[0]) / cache_bytes,
+        threadgroup_loaded=sum(c.threadgroup_loaded for c in costs),
+        threadgroup_stored=sum(c.threadgroup_stored for c in costs),
+        barriers=sum(c.barriers for c in costs),
+        simd_operations=sum(c.simd_operations for c in costs),
     )
 
 
@@ -127,7 +136,9 @@ def table(rows: dict[Case, Row]) -> str:
             f"| {case.group} | {case.dim} | {case.kv_heads} | {pages} "
             f"| {row.moved_bytes / 1e6:.2f} | {row.bytes_ratio:.3f} "
             f"| {row.transactions_ratio:.3f} | {row.coalescing:.3f} | {row.cache_loads:.3f} "
-            f"| {row.operations / row.least_bytes:.2f} | {row.threadgroup_bytes} |\n"
+            f"| {row.operations / row.least_bytes:.2f} | {row.threadgroup_bytes} "
+            f"| {row.threadgroup_loaded / 1e6:.1f}, {row.threadgroup_stored / 1e6:.1f} "
+            f"| {row.barriers} | {row.simd_operations} |\n"
         )
     return "".join(lines)
 
