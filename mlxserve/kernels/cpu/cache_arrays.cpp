@@ -4,9 +4,7 @@ namespace mlxserve {
 namespace {
 
 Number number_of(const char* op, const char* argument, const mx::array& a) {
-  if (a.dtype() == mx::float32) return Number::f32;
-  if (a.dtype() == mx::float16) return Number::f16;
-  if (a.dtype() == mx::bfloat16) return Number::bf16;
+  if (const auto number = as_number(a.dtype())) return *number;
   refuse(op, std::string(argument) + " is " + text(a.dtype()) +
                  ", expected float32, float16 or bfloat16");
 }

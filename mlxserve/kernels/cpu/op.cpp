@@ -114,6 +114,13 @@ std::vector<mx::array> lazy(const char* name, std::vector<mx::array> inputs,
   return mx::array::make_arrays(std::move(shapes), dtypes, op, std::move(inputs));
 }
 
+std::optional<Number> as_number(const mx::Dtype& dtype) {
+  if (dtype == mx::float32) return Number::f32;
+  if (dtype == mx::float16) return Number::f16;
+  if (dtype == mx::bfloat16) return Number::bf16;
+  return std::nullopt;
+}
+
 void refuse(const char* op, const std::string& what) {
   throw std::invalid_argument(std::string(op) + ": " + what);
 }

@@ -4,11 +4,13 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "mlx/mlx.h"
 #include "mlx/primitives.h"
+#include "panels.h"
 
 namespace mlxserve {
 
@@ -46,6 +48,9 @@ class Op : public mx::Primitive {
 // Lazily work(inputs, outputs). Work sees inputs row-contiguous: others are copied first.
 std::vector<mx::array> lazy(const char* name, std::vector<mx::array> inputs,
                             const std::vector<OutputSpec>& outputs, Work work);
+
+// Which floating type it is, if any.
+std::optional<Number> as_number(const mx::Dtype& dtype);
 
 // Raises ValueError in Python, with the op's name in front.
 [[noreturn]] void refuse(const char* op, const std::string& what);

@@ -31,9 +31,7 @@ Number number_of(const char* op, Codec codec, const mx::array& scales) {
     require_dtype(op, "scales", scales, mx::uint8);
     return codec == Codec::nvfp4 ? Number::e4m3 : Number::e8m0;
   }
-  if (scales.dtype() == mx::float32) return Number::f32;
-  if (scales.dtype() == mx::float16) return Number::f16;
-  if (scales.dtype() == mx::bfloat16) return Number::bf16;
+  if (const auto number = as_number(scales.dtype())) return *number;
   refuse(op, "scales are " + text(scales.dtype()) + ", expected a floating type");
 }
 

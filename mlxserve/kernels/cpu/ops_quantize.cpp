@@ -7,9 +7,7 @@ namespace mlxserve {
 namespace {
 
 Number number_of(const char* op, const mx::array& w) {
-  if (w.dtype() == mx::float32) return Number::f32;
-  if (w.dtype() == mx::float16) return Number::f16;
-  if (w.dtype() == mx::bfloat16) return Number::bf16;
+  if (const auto number = as_number(w.dtype())) return *number;
   refuse(op, "w is " + text(w.dtype()) + ", expected a floating type");
 }
 
