@@ -16,8 +16,8 @@ import mlx.core as mx
 
 from mlxserve.cache.manager import LayerGroup
 from mlxserve.cache.spec import PAGE_TOKENS
-from mlxserve.kernels.append import PoolPair, append
-from mlxserve.kernels.pages import Pool, arrays_of, pool_of
+from mlxserve.kernels.append import append
+from mlxserve.kernels.pages import Pair, Pool, PoolPair, arrays_of, pool_of
 from mlxserve.types import Seal
 
 MIN_PAGES = 8
@@ -49,7 +49,7 @@ class Storage:
         """Empty arrays in place of the present ones."""
         self._moves: dict[int, mx.array] = {}
         self._state: Any = None
-        self.hot: list[tuple[mx.array, mx.array]] = []
+        self.hot: list[Pair] = []
         self.pool: list[PoolPair] = []
         for index in self.group_of:
             spec = self.groups[index].spec
@@ -72,8 +72,10 @@ class Storage:
     @property
     def moves(self) -> list[mx.array]:
         """Of pages that wait to be sealed: int32 `[n, 2]` for each group, or nothing."""
+        if not self._moves:
+            return []
         first = [self.group_of.index(group) for group in range(len(self.groups))]
-        return [self._moves[layer] for layer in first] if self._moves else []
+        return [self._moves[layer] for layer in first]
 
     def write(self, layer: int, index: mx.array, k: mx.array, v: mx.array) -> None:
         """Put new tokens at flat hot positions. index: int32 `[T]`; k, v: `[T, Hk, D]`."""
@@ -132,7 +134,7 @@ def page_bytes(group: LayerGroup, itemsize: int) -> int:
     return 2 * len(group.layers) * group.spec.heads * group.spec.dim * PAGE_TOKENS * itemsize
 
 
-def _pair(shape: tuple[int, ...], dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+def _pair(shape: tuple[int, ...], dtype: mx.Dtype) -> Pair:
     return mx.zeros(shape, dtype), mx.zeros(shape, dtype)
 
 

@@ -6,7 +6,8 @@ import mlx.core as mx
 
 from mlxserve.kernels.pages import (
     PAGE_TOKENS,
-    Pool,
+    Pair,
+    PoolPair,
     arrays_of,
     keys_like,
     pack_keys,
@@ -15,9 +16,6 @@ from mlxserve.kernels.pages import (
     values_like,
 )
 from mlxserve.kernels.registry import native
-
-Pair = tuple[mx.array, mx.array]
-PoolPair = tuple[Pool, Pool]
 
 
 def append(

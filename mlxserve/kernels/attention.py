@@ -14,7 +14,9 @@ from mlxserve.kernels.metal.paged_attention import DecodePlan, decode_attention
 from mlxserve.kernels.pages import (
     PAGE_TOKENS,
     PackedPages,
+    Pair,
     Pool,
+    PoolPair,
     arrays_of,
     pack_keys,
     pack_values,
@@ -23,8 +25,6 @@ from mlxserve.kernels.pages import (
 )
 from mlxserve.kernels.registry import check_close, metal, native
 from mlxserve.kernels.uses import AttentionUse
-
-Pair = tuple[mx.array, mx.array]
 
 
 class PagedRows:
@@ -103,7 +103,7 @@ class RowPages:
 def paged_attention(
     q: mx.array,
     hot: Pair,
-    pool: tuple[Pool, Pool],
+    pool: PoolPair,
     rows: PagedRows,
     *,
     scale: float,
@@ -134,13 +134,13 @@ def paged_attention(
     pool_k, pool_v = pool
     if isinstance(pool_k, mx.array) and isinstance(pool_v, mx.array):
         sizes = q.shape[1], hot[0].shape[1], q.shape[2], hot[0].dtype
-        if (run := metal(_use(*sizes, window, softcap, sinks is not None))) is not None:
+        if (run := metal(use(*sizes, window, softcap, sinks is not None))) is not None:
             return _metal(run, q, hot, (pool_k, pool_v), rows, how)
     return _reference(q, hot, pool, rows, how)
 
 
 @cache
-def _use(
+def use(
     q_heads: int,
     kv_heads: int,
     dim: int,
@@ -149,6 +149,7 @@ def _use(
     softcap: float | None,
     sinks: bool,
 ) -> AttentionUse:
+    """What a layer of such sizes asks of the op; dtype: of its cache."""
     name = str(dtype).removeprefix("mlx.core.")
     return AttentionUse(q_heads, kv_heads, dim, name, window, softcap, sinks)
 
@@ -157,7 +158,7 @@ def _native(
     kernels: ModuleType,
     q: mx.array,
     hot: Pair,
-    pool: tuple[Pool, Pool],
+    pool: PoolPair,
     rows: PagedRows,
     how: Options,
 ) -> mx.array:
@@ -197,7 +198,7 @@ def _metal(
 def _reference(
     q: mx.array,
     hot: Pair,
-    pool: tuple[Pool, Pool],
+    pool: PoolPair,
     rows: PagedRows,
     how: Options,
 ) -> mx.array:
@@ -211,7 +212,7 @@ def _reference(
     return outs[0] if len(outs) == 1 else mx.concatenate(outs)
 
 
-def _row(q: mx.array, hot: Pair, pool: tuple[Pool, Pool], row: RowPages, how: Options) -> mx.array:
+def _row(q: mx.array, hot: Pair, pool: PoolPair, row: RowPages, how: Options) -> mx.array:
     """One row: gathered, then MLX's own attention. Returns `[n, Hq, D]` in q's dtype."""
     low = row.base if how.window is None else max(row.base, row.start - how.window + 1)
     unpack = (unpack_keys, partial(unpack_values, dim=hot[0].shape[2]))

@@ -31,6 +31,9 @@ class PackedPages(NamedTuple):
 
 # Keys or values of a pool: plain, `[pages, Hk, 64, D]`, or packed.
 Pool = mx.array | PackedPages
+# Of one layer, keys and values: hot pages, or a pool that isn't packed; and a pool of any form.
+Pair = tuple[mx.array, mx.array]
+PoolPair = tuple[Pool, Pool]
 
 
 def arrays_of(pool: Pool) -> tuple[mx.array, ...]:

@@ -3,6 +3,7 @@
 import mlx.core as mx
 
 from mlxserve.cache.spec import LayerSpec
+from mlxserve.kernels import attention
 from mlxserve.kernels.uses import AttentionUse
 from mlxserve.models.base import Model
 
@@ -13,7 +14,7 @@ def attention_uses(model: Model, dtype: mx.Dtype) -> dict[AttentionUse, list[int
     So every architecture says what it does, and not what it is declared to do. Nothing is computed,
     and placeholders do for weights.
     """
-    view = _Trace(model.layer_specs(), str(dtype).removeprefix("mlx.core."))
+    view = _Trace(model.layer_specs(), dtype)
     model(mx.zeros(1, mx.int32), view)
     return view.uses
 
@@ -21,7 +22,7 @@ def attention_uses(model: Model, dtype: mx.Dtype) -> dict[AttentionUse, list[int
 class _Trace:
     """A `View` that takes down what is asked of it."""
 
-    def __init__(self, specs: list[LayerSpec], dtype: str) -> None:
+    def __init__(self, specs: list[LayerSpec], dtype: mx.Dtype) -> None:
         self.positions = mx.zeros(1, mx.int32)
         self.specs = specs
         self.dtype = dtype
@@ -48,6 +49,6 @@ class _TracedLayer:
     ) -> mx.array:
         window = self.trace.specs[self.index].window
         heads = q.shape[1], k.shape[1], q.shape[2]
-        use = AttentionUse(*heads, self.trace.dtype, window, softcap, sinks is not None)
-        self.trace.uses.setdefault(use, []).append(self.index)
+        asked = attention.use(*heads, self.trace.dtype, window, softcap, sinks is not None)
+        self.trace.uses.setdefault(asked, []).append(self.index)
         return q

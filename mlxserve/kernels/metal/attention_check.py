@@ -14,7 +14,7 @@ import numpy as np
 from mlxserve.kernels.attention import PagedRows, paged_attention
 from mlxserve.kernels.metal.launch import Runner
 from mlxserve.kernels.metal.paged_attention import DecodePlan, decode_attention
-from mlxserve.kernels.pages import PAGE_TOKENS
+from mlxserve.kernels.pages import PAGE_TOKENS, Pair
 from mlxserve.kernels.registry import check_close
 from mlxserve.kernels.uses import AttentionUse
 from mlxserve.kernels.verdicts import Timing
@@ -66,7 +66,7 @@ def check(use: AttentionUse, run: Runner) -> float:
     )
 
 
-def _wide(kv: tuple[mx.array, mx.array]) -> tuple[mx.array, mx.array]:
+def _wide(kv: Pair) -> Pair:
     return kv[0].astype(mx.float32), kv[1].astype(mx.float32)
 
 
@@ -143,7 +143,7 @@ def _contents(
     window: int | None,
     rng: np.random.Generator,
     dtype: mx.Dtype,
-) -> tuple[tuple[mx.array, mx.array], tuple[mx.array, mx.array]]:
+) -> tuple[Pair, Pair]:
     """Hot and pool, K and V each: random where a query sees it, NaN elsewhere."""
     shape = (2, layout.slots, PAGE_TOKENS, use.kv_heads, use.dim)
     hot, pool = (np.full(shape, np.nan, np.float32) for _ in range(2))

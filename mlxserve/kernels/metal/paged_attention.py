@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxserve.kernels.metal.launch import Kernel, Launch, Runner
-from mlxserve.kernels.pages import PAGE_TOKENS
+from mlxserve.kernels.pages import PAGE_TOKENS, Pair
 
 PART_PAGES = 4
 SIMDGROUPS = 4  # of a threadgroup
@@ -71,8 +71,8 @@ class DecodePlan:
 
 def decode_attention(
     q: mx.array,
-    hot: tuple[mx.array, mx.array],
-    pool: tuple[mx.array, mx.array],
+    hot: Pair,
+    pool: Pair,
     plan: DecodePlan,
     *,
     scale: float,
@@ -93,8 +93,8 @@ def decode_attention(
 
 def parts(
     q: mx.array,
-    hot: tuple[mx.array, mx.array],
-    pool: tuple[mx.array, mx.array],
+    hot: Pair,
+    pool: Pair,
     plan: DecodePlan,
     *,
     scale: float,
