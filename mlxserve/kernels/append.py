@@ -1,4 +1,4 @@
-"""Writing to the cache: new tokens into hot pages, and complete hot pages into the pool."""
+"""Writing to the cache: new tokens into hot pages, then complete hot pages into the pool."""
 
 from types import ModuleType
 
@@ -6,12 +6,14 @@ import mlx.core as mx
 
 from mlxserve.kernels.pages import (
     PAGE_TOKENS,
-    Pair,
-    PoolPair,
+    PackedPages,
+    PoolSides,
+    Sides,
     arrays_of,
     keys_like,
     pack_keys,
     pack_values,
+    page_tokens,
     pool_of,
     values_like,
 )
@@ -19,79 +21,90 @@ from mlxserve.kernels.registry import native
 
 
 def append(
-    hot: Pair,
-    pool: PoolPair,
+    hot: Sides,
+    pool: PoolSides,
     index: mx.array,
     k: mx.array,
-    v: mx.array,
+    v: mx.array | None,
     moves: mx.array | None = None,
-) -> tuple[Pair, PoolPair]:
-    """Copy hot pages to pool pages (`moves`), then put the new tokens into hot pages.
+) -> tuple[Sides, PoolSides]:
+    """Put the new tokens into hot pages, then copy hot pages to pool pages (`moves`).
 
-    hot: K and V, `[n_hot * 64, Hk, D]` each, token-major; pool: K and V, `[pages, Hk, 64, D]` each,
-    head-major, or packed (see `pages`): then a page is packed as it is copied. index: int32 `[T]`,
+    So a page is sealed with the tokens that complete it. P: tokens of a page, see `pages`.
+    hot: K and V, `[n_hot * P, Hk, D]` each, token-major; pool: K and V, `[pages, Hk, P, D]` each,
+    head-major, or packed (see `pages`): then a page is packed as it is copied. Where the values are
+    the keys, hot and pool have one side, which isn't packed, and v is None. index: int32 `[T]`,
     where in hot each token goes; k, v: `[T, Hk, D]`, written in the cache's dtype. moves: int32
     `[n, 2]`, (hot page, pool page). Returns hot and pool; drop the arrays that were given, so that
-    their memory is written in place. The native kernel raises ValueError for shapes and dtypes that
-    don't fit, and doesn't write tokens and pages that are out of range.
+    their memory is written in place. Raises ValueError where hot, pool and the tokens differ in
+    sides, for pages of other sizes, and for packed arrays that don't fit together; the native
+    kernel also for all other shapes and dtypes, and it doesn't write what is out of range.
     """
+    x = (k,) if v is None else (k, v)
     kernels = native("append")
     if kernels is None:
-        return _reference(hot, pool, index, k, v, moves)
-    return _native(kernels, hot, pool, index, k, v, moves)
+        return _reference(hot, pool, index, x, moves)
+    return _native(kernels, hot, pool, index, x, moves)
 
 
 def _native(
     kernels: ModuleType,
-    hot: Pair,
-    pool: PoolPair,
+    hot: Sides,
+    pool: PoolSides,
     index: mx.array,
-    k: mx.array,
-    v: mx.array,
+    x: Sides,
     moves: mx.array | None,
-) -> tuple[Pair, PoolPair]:
-    if k.dtype not in (mx.float32, hot[0].dtype):
-        k, v = k.astype(hot[0].dtype), v.astype(hot[0].dtype)
-    pool_k, pool_v = (arrays_of(side) for side in pool)
-    hot_k, hot_v, *made = kernels.append(*hot, pool_k, pool_v, index, k, v, moves)
-    n = len(pool_k)
-    return (hot_k, hot_v), (pool_of(made[:n]), pool_of(made[n:]))
+) -> tuple[Sides, PoolSides]:
+    if x[0].dtype not in (mx.float32, hot[0].dtype):
+        x = tuple(side.astype(hot[0].dtype) for side in x)
+    sides = [arrays_of(side) for side in pool]
+    made = iter(kernels.append(hot, sides, index, x, moves))
+    written = tuple(next(made) for _ in hot)
+    return written, tuple(pool_of([next(made) for _ in side]) for side in sides)
 
 
 def _reference(
-    hot: Pair, pool: PoolPair, index: mx.array, k: mx.array, v: mx.array, moves: mx.array | None
-) -> tuple[Pair, PoolPair]:
+    hot: Sides, pool: PoolSides, index: mx.array, x: Sides, moves: mx.array | None
+) -> tuple[Sides, PoolSides]:
+    if not len(hot) == len(pool) == len(x):
+        raise ValueError(f"hot has {len(hot)} sides, pool {len(pool)} and the tokens {len(x)}")
+    if len(pool) == 1 and isinstance(pool[0], PackedPages):
+        raise ValueError("pool_k is packed, expected plain numbers where keys are the values too")
+    tokens = page_tokens(pool)
+    if index.size:
+        for hot_x, new in zip(hot, x, strict=True):
+            hot_x[index] = new
     # Page by page, in slices: each takes a third of a scatter's time.
     for source, target in [] if moves is None else moves.tolist():  # type: ignore[union-attr]
-        for hot_x, pool_x, like in zip(hot, pool, (keys_like, values_like), strict=True):
-            page = hot_x[source * PAGE_TOKENS : (source + 1) * PAGE_TOKENS].swapaxes(0, 1)[None]
+        for hot_x, pool_x, like in zip(hot, pool, (keys_like, values_like), strict=False):
+            page = hot_x[source * tokens : (source + 1) * tokens].swapaxes(0, 1)[None]
             for into, part in zip(arrays_of(pool_x), arrays_of(like(pool_x, page)), strict=True):
                 into[target] = part[0]
-    if index.size:
-        for hot_x, x in zip(hot, (k, v), strict=True):
-            hot_x[index] = x
     return hot, pool
 
 
 def check(kernels: ModuleType) -> None:
     """Kernel against reference, bit for bit, in each dtype and format. Raises ArithmeticError."""
+    # One of the new tokens lies in a page that moves.
     index, moves = mx.array([3, 130, 64], mx.int32), mx.array([[1, 2], [2, 0]], mx.int32)
     k = mx.random.normal((3, 2, 5), key=mx.random.key(0))
-    for dtype, key_bits, value_bits in (
-        (mx.float32, None, 4),
-        (mx.float16, 8, None),
-        (mx.bfloat16, 4, 8),
+    for dtype, key_bits, value_bits, sides in (
+        (mx.float32, None, 4, 2),
+        (mx.float16, 8, None, 2),
+        (mx.bfloat16, 4, 8, 2),
+        (mx.float16, None, None, 1),
     ):
         results = []
         for run in (lambda *args: _native(kernels, *args), _reference):
             hot_k, hot_v, pool_k, pool_v = (
                 mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
-                for i, shape in enumerate(((192, 2, 5), (192, 2, 5), (3, 2, 64, 5), (3, 2, 64, 5)))
+                for i, shape in enumerate([(192, 2, 5)] * 2 + [(3, 2, PAGE_TOKENS, 5)] * 2)
             )
             keys = pack_keys(pool_k, key_bits) if key_bits else pool_k
             values = pack_values(pool_v, value_bits) if value_bits else pool_v
-            hot, pool = run((hot_k, hot_v), (keys, values), index, k, k * 2, moves)
-            results.append([*hot, *arrays_of(pool[0]), *arrays_of(pool[1])])
+            hot, pool, x = (hot_k, hot_v)[:sides], (keys, values)[:sides], (k, k * 2)[:sides]
+            hot, pool = run(hot, pool, index, x, moves)
+            results.append([*hot, *(array for side in pool for array in arrays_of(side))])
         for got, expected in zip(*results, strict=True):
             if not mx.array_equal(got, expected):
                 raise ArithmeticError(

@@ -14,12 +14,13 @@ from mlxserve.kernels.metal.paged_attention import DecodePlan, decode_attention
 from mlxserve.kernels.pages import (
     PAGE_TOKENS,
     PackedPages,
-    Pair,
     Pool,
-    PoolPair,
+    PoolSides,
+    Sides,
     arrays_of,
     pack_keys,
     pack_values,
+    page_tokens,
     unpack_keys,
     unpack_values,
 )
@@ -30,18 +31,24 @@ from mlxserve.kernels.uses import AttentionUse
 class PagedRows:
     """Where the rows of a step find their keys and values; one for all layers that share page ids.
 
-    table: int32 `[R, 6]`, per row
+    table: int32 `[R, 7]`, per row
         first, n, start: its queries are tokens first .. first + n of the step, rows end to end, at
             positions start .. start + n of its sequence;
-        base_page: the oldest page that it still has: positions from base_page * 64 on;
-        sealed: how many of its pages, from there on, lie in the pool; the others are hot;
-        pages_at: where in `pages` its ids begin, one for each page up to that of its last query.
-    pages: int32, page ids of all rows.
+        base_page: it still has positions from base_page * P on;
+        sealed: how many of its pages, the oldest, lie in the pool; the others are hot;
+        pages_at: where in `pages` its ids begin, in ascending order of pages up to that of its last
+            query;
+        kept: how many of them come before base_page: pages 0 .. kept of the sequence. At most
+            base_page, and 0 where none is missing in between.
+    pages: int32, page ids of all rows. page_tokens: P, tokens of a page, see `pages`.
     """
 
-    def __init__(self, table: np.ndarray, pages: np.ndarray) -> None:
+    def __init__(
+        self, table: np.ndarray, pages: np.ndarray, page_tokens: int = PAGE_TOKENS
+    ) -> None:
         self.table = np.ascontiguousarray(table, np.int32)
         self.pages = np.ascontiguousarray(pages, np.int32)
+        self.page_tokens = page_tokens
         self._handle: Any = None
         self._plans: dict[int | None, DecodePlan] = {}
 
@@ -53,7 +60,7 @@ class PagedRows:
     def handle(self, kernels: ModuleType) -> Any:
         """The native kernel's form. Raises ValueError where rows and pages don't fit together."""
         if self._handle is None:
-            self._handle = kernels.PagedRows(self.table, self.pages)
+            self._handle = kernels.PagedRows(self.table, self.pages, self.page_tokens)
         return self._handle
 
     def decode_plan(self, window: int | None) -> DecodePlan:
@@ -66,12 +73,13 @@ class PagedRows:
     @cached_property
     def rows(self) -> list["RowPages"]:
         """The reference's form."""
-        made = []
-        for first, n, start, base, sealed, at in self.table.tolist():
-            end = at + -(-(start + n) // PAGE_TOKENS) - base
+        made, tokens = [], self.page_tokens
+        for first, n, start, base, sealed, at, kept in self.table.tolist():
+            end = at + kept + -(-(start + n) // tokens) - base
             pool, hot = self.pages[at : at + sealed], self.pages[at + sealed : end]
             table = mx.array(pool) if sealed else None
-            made.append(RowPages(first, n, start, base * PAGE_TOKENS, table, mx.array(hot)))
+            row = RowPages(first, n, start, kept * tokens, base * tokens, table, mx.array(hot))
+            made.append(row)
         return made
 
 
@@ -80,6 +88,7 @@ class Options(NamedTuple):
 
     scale: float
     window: int | None = None
+    keep: int = 0
     sinks: mx.array | None = None
     softcap: float | None = None
 
@@ -88,54 +97,65 @@ class Options(NamedTuple):
 class RowPages:
     """One row for the reference.
 
-    base: position of the first gathered key. sealed: page ids in the pool, oldest first, or None;
-    hot: ids of the hot pages after them.
+    kept, base: the gathered keys are at positions 0 .. kept, and from base on. sealed: page ids in
+    the pool, oldest first, or None; hot: ids of the hot pages after them.
     """
 
     first: int
     n: int
     start: int
+    kept: int
     base: int
     sealed: mx.array | None
     hot: mx.array
 
+    @property
+    def end(self) -> int:
+        """The position after its last query's."""
+        return self.start + self.n
+
 
 def paged_attention(
     q: mx.array,
-    hot: Pair,
-    pool: PoolPair,
+    hot: Sides,
+    pool: PoolSides,
     rows: PagedRows,
     *,
     scale: float,
     window: int | None = None,
+    keep: int = 0,
     sinks: mx.array | None = None,
     softcap: float | None = None,
 ) -> mx.array:
     """Softmax attention (Vaswani et al. 2017) of ragged rows over paged keys and values.
 
-    q: `[T, Hq, D]`, rows end to end. hot: K and V, `[n_hot * 64, Hk, D]` each, token-major; the new
-    tokens are already in them. pool: K and V, `[pages, Hk, 64, D]` each, head-major. All four in
+    q: `[T, Hq, D]`, rows end to end. hot: K and V, `[n_hot * P, Hk, D]` each, token-major; the new
+    tokens are already in them. pool: K and V, `[pages, Hk, P, D]` each, head-major. All four in
     float32, float16 or bfloat16; but K, V or both of the pool may be packed instead (see `pages`),
-    and are then read as float32. Returns `[T, Hq, D]` in q's dtype.
+    and are then read as float32. Where the values are the keys, hot and pool have one side, which
+    isn't packed. Returns `[T, Hq, D]` in q's dtype.
 
-    The query at position p sees keys up to p, and with `window` only those after p - window.
-    sinks: `[Hq]`, a logit per head that takes part in the softmax and has no value (Xiao et al.
-    2023, arXiv:2309.17453). softcap: c replaces a score s by c * tanh(s / c) (Gemma 2,
-    arXiv:2408.00118). Raises ValueError if the rows don't cover q, Hq isn't a multiple of Hk, or
-    (native) any shape, dtype or page id doesn't fit.
+    The query at position p sees keys up to p; with `window` only those after p - window and, with
+    `keep`, the first so many of its sequence (Xiao et al. 2023, arXiv:2309.17453).
+    sinks: `[Hq]`, a logit per head that takes part in the softmax and has no value (in the same
+    paper). softcap: c replaces a score s by c * tanh(s / c) (Gemma 2, arXiv:2408.00118). Raises
+    ValueError if the rows don't cover q or have pages of another size, Hq isn't a multiple of Hk,
+    `keep` is negative or has no window beside it, or (native) any shape, dtype or page id doesn't
+    fit or a query sees keys of pages that its row doesn't have.
 
-    The Metal kernel serves rows of one token over pages that aren't packed. Neither kernel holds a
-    matrix of scores (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867); the native one
-    gives a query the same bits alone, in a batch and in any chunk.
+    The Metal kernel serves rows of one token over pages of 64 that aren't packed and have two
+    sides, without `keep`. Neither kernel holds a matrix of scores (online softmax, Milakov and
+    Gimelshein 2018, arXiv:1805.02867); the native one gives a query the same bits alone, in a batch
+    and in any chunk.
     """
-    how = Options(scale, window, sinks, softcap)
+    how = Options(scale, window, keep, sinks, softcap)
     if (kernels := native("attention")) is not None:
         return _native(kernels, q, hot, pool, rows, how)
-    pool_k, pool_v = pool
-    if isinstance(pool_k, mx.array) and isinstance(pool_v, mx.array):
+    plain = tuple(side for side in pool if isinstance(side, mx.array))
+    if len(plain) == 2 and rows.page_tokens == PAGE_TOKENS:
         sizes = q.shape[1], hot[0].shape[1], q.shape[2], hot[0].dtype
-        if (run := metal(use(*sizes, window, softcap, sinks is not None))) is not None:
-            return _metal(run, q, hot, (pool_k, pool_v), rows, how)
+        if (run := metal(use(*sizes, window, softcap, sinks is not None, keep))) is not None:
+            return _metal(run, q, hot, plain, rows, how)
     return _reference(q, hot, pool, rows, how)
 
 
@@ -148,17 +168,18 @@ def use(
     window: int | None,
     softcap: float | None,
     sinks: bool,
+    keep: int,
 ) -> AttentionUse:
     """What a layer of such sizes asks of the op; dtype: of its cache."""
     name = str(dtype).removeprefix("mlx.core.")
-    return AttentionUse(q_heads, kv_heads, dim, name, window, softcap, sinks)
+    return AttentionUse(q_heads, kv_heads, dim, name, window, softcap, sinks, keep)
 
 
 def _native(
     kernels: ModuleType,
     q: mx.array,
-    hot: Pair,
-    pool: PoolPair,
+    hot: Sides,
+    pool: PoolSides,
     rows: PagedRows,
     how: Options,
 ) -> mx.array:
@@ -166,16 +187,16 @@ def _native(
         how = how._replace(sinks=how.sinks.astype(mx.float32))
     wide = q if q.dtype == mx.float32 else q.astype(mx.float32)
     handle = rows.handle(kernels)
-    pools = (arrays_of(side) for side in pool)
-    out = kernels.paged_attention(wide, *hot, *pools, handle, *rows.arrays, *how)
+    pools = [arrays_of(side) for side in pool]
+    out = kernels.paged_attention(wide, hot, pools, handle, *rows.arrays, *how)
     return out if wide is q else out.astype(q.dtype)
 
 
 def _metal(
     run: Runner,
     q: mx.array,
-    hot: Pair,
-    pool: Pair,
+    hot: Sides,
+    pool: Sides,
     rows: PagedRows,
     how: Options,
 ) -> mx.array:
@@ -197,11 +218,21 @@ def _metal(
 
 def _reference(
     q: mx.array,
-    hot: Pair,
-    pool: PoolPair,
+    hot: Sides,
+    pool: PoolSides,
     rows: PagedRows,
     how: Options,
 ) -> mx.array:
+    if len(hot) != len(pool):
+        raise ValueError(f"hot has {len(hot)} sides and pool has {len(pool)}")
+    if len(pool) == 1 and isinstance(pool[0], PackedPages):
+        raise ValueError("pool_k is packed, expected plain numbers where keys are the values too")
+    if (tokens := page_tokens(pool)) != rows.page_tokens:
+        raise ValueError(
+            f"rows are of pages of {rows.page_tokens} tokens, the cache has pages of {tokens}"
+        )
+    if how.keep < 0 or (how.keep and how.window is None):
+        raise ValueError(f"keep is {how.keep}, expected 0 or more, and 0 where there is no window")
     heads = hot[0].shape[1]
     if q.shape[1] % heads:
         raise ValueError(f"{q.shape[1]} query heads can't share {heads} key heads evenly")
@@ -212,16 +243,21 @@ def _reference(
     return outs[0] if len(outs) == 1 else mx.concatenate(outs)
 
 
-def _row(q: mx.array, hot: Pair, pool: PoolPair, row: RowPages, how: Options) -> mx.array:
+def _row(q: mx.array, hot: Sides, pool: PoolSides, row: RowPages, how: Options) -> mx.array:
     """One row: gathered, then MLX's own attention. Returns `[n, Hq, D]` in q's dtype."""
-    low = row.base if how.window is None else max(row.base, row.start - how.window + 1)
-    unpack = (unpack_keys, partial(unpack_values, dim=hot[0].shape[2]))
-    k, v = (
-        _gather(*sides, row)[:, low - row.base : row.start + row.n - row.base]
-        for sides in zip(hot, pool, unpack, strict=True)
-    )
+    low = 0 if how.window is None else max(0, row.start - how.window + 1)
+    front = min(how.keep, low)  # how many tokens before `low` are seen
+    if row.kept < row.base and (how.keep > row.kept or low < row.base):
+        raise ValueError(f"the row of token {row.first} sees keys of pages that it doesn't have")
+    tokens = page_tokens(pool)
+    unpack = (partial(unpack_keys, tokens=tokens), partial(unpack_values, dim=hot[0].shape[2]))
+    sides = [
+        _seen(_gather(hot_x, pool_x, unpack_x, row, tokens), row, front, low)
+        for hot_x, pool_x, unpack_x in zip(hot, pool, unpack, strict=False)
+    ]
+    k, v = sides[0], sides[-1]
     rows_q = q[row.first : row.first + row.n].swapaxes(0, 1)
-    mask = _mask(row, low, how.window)
+    mask = _mask(row, front, low, how)
     if how.softcap is None:
         out = mx.fast.scaled_dot_product_attention(
             rows_q[None], k[None], v[None], scale=how.scale, mask=mask, sinks=how.sinks
@@ -232,11 +268,15 @@ def _row(q: mx.array, hot: Pair, pool: PoolPair, row: RowPages, how: Options) ->
 
 
 def _gather(
-    hot: mx.array, pool: Pool, unpack: Callable[[PackedPages], mx.array], row: RowPages
+    hot: mx.array,
+    pool: Pool,
+    unpack: Callable[[PackedPages], mx.array],
+    row: RowPages,
+    tokens: int,
 ) -> mx.array:
-    """One row's keys (or values) in order of position, `[Hk, tokens, D]`."""
+    """All of one row's keys (or values) in order of position, `[Hk, tokens, D]`."""
     _, heads, dim = hot.shape
-    tail = hot.reshape(-1, PAGE_TOKENS, heads, dim)[row.hot]
+    tail = hot.reshape(-1, tokens, heads, dim)[row.hot]
     tail = tail.reshape(-1, heads, dim).swapaxes(0, 1)
     if row.sealed is None:
         return tail
@@ -248,15 +288,22 @@ def _gather(
     return mx.concatenate([sealed, tail.astype(sealed.dtype)], axis=1)
 
 
-def _mask(row: RowPages, low: int, window: int | None) -> mx.array | str | None:
+def _seen(x: mx.array, row: RowPages, front: int, low: int) -> mx.array:
+    """Of what was gathered the first `front` tokens, and those from position `low` on."""
+    missing = row.base - row.kept
+    rest = x[:, low - missing : row.end - missing]
+    return mx.concatenate([x[:, :front], rest], axis=1) if front else rest
+
+
+def _mask(row: RowPages, front: int, low: int, how: Options) -> mx.array | str | None:
     """None where every query sees every key, "causal" where only the future is hidden."""
     if row.n == 1:
         return None
-    if window is None or row.start + row.n <= low + window:
+    if how.window is None or row.end <= low + how.window:
         return "causal"
-    queries = mx.arange(row.start, row.start + row.n)[:, None]
-    keys = mx.arange(low, row.start + row.n)[None]
-    return (keys <= queries) & (keys > queries - window)
+    queries = mx.arange(row.start, row.end)[:, None]
+    keys = mx.concatenate([mx.arange(front), mx.arange(low, row.end)])[None]
+    return (keys <= queries) & ((keys > queries - how.window) | (keys < how.keep))
 
 
 def _softcapped(
@@ -289,17 +336,22 @@ def _softcapped(
 def check(kernels: ModuleType) -> None:
     """Kernel against reference, every option, two shapes of head. Raises ArithmeticError."""
     key = iter(mx.random.split(mx.random.key(0), 10))
-    # A decode row of four pages, one of its first token, a chunk across a border.
-    table = np.array([[0, 1, 200, 0, 3, 0], [1, 1, 0, 0, 0, 4], [2, 9, 60, 0, 0, 5]])
-    rows = PagedRows(table, np.array([2, 0, 1, 3, 1, 0, 2]))
+    # A decode row of four pages, one of its first token, a chunk across a border, and a row that
+    # has its first page and its last two.
+    rows = [[0, 1, 200, 0, 3, 0, 0], [1, 1, 0, 0, 0, 4, 0], [2, 9, 60, 0, 0, 5, 0]]
+    kept = [11, 2, 500, 6, 2, 7, 1]
+    pages = np.array([2, 0, 1, 3, 1, 0, 2, 1, 2, 3])
     for dim, dtype, window, softcap in ((20, mx.float16, 70, None), (64, mx.float32, None, 3.0)):
         hot_k, hot_v = (mx.random.normal((256, 2, dim), key=next(key)) for _ in "kv")
         pool_k, pool_v = (mx.random.normal((3, 2, 64, dim), key=next(key)) for _ in "kv")
         hot = (hot_k.astype(dtype), hot_v.astype(dtype))
         pool = (pool_k.astype(dtype), pool_v.astype(dtype))
-        q = mx.random.normal((11, 6, dim), key=next(key))
+        q = mx.random.normal((13, 6, dim), key=next(key))
         sinks = None if softcap else q[0, :, 0]
         packed = (pack_keys(pool_k, 4 if softcap else 8), pack_values(pool_v, 8 if softcap else 4))
-        for kind in (pool, packed):
-            given = (q, hot, kind, rows, Options(dim**-0.5, window, sinks, softcap))
+        described = PagedRows(np.array([*rows, kept] if window else rows), pages)
+        q = q if window else q[:11]
+        how = Options(dim**-0.5, window, 10 if window else 0, sinks, softcap)
+        for sides, kind in ((hot, pool), (hot, packed), (hot[:1], pool[:1])):
+            given = (q, sides, kind, described, how)
             check_close("attention", _native(kernels, *given), _reference(*given), 1e-5)

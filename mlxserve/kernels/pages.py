@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-PAGE_TOKENS = 64  # cache.spec's, which this package may not import
+PAGE_TOKENS = 64  # P, cache.spec's, which this package may not import
+PAGE_SIZES = (4, 8, 16, 32, 64)  # what P may be: small pages make short tests
 VALUE_GROUP = 32  # channels that share a scale
 LARGEST = 65504.0  # of float16
 
@@ -18,10 +19,10 @@ class PackedPages(NamedTuple):
     """Keys or values of a whole pool, packed. To MLX it is a tuple of three arrays.
 
     codes: uint32, low bits first, as `mx.quantize` lays them
-        keys: `[pages, Hk, D, 64 * bits / 32]`, a channel's 64 tokens end to end;
-        values: `[pages, Hk, 64, Dp * bits / 32]`, a token's channels, up to a multiple of 32.
+        keys: `[pages, Hk, D, P * bits / 32]`, a channel's P tokens end to end;
+        values: `[pages, Hk, P, Dp * bits / 32]`, a token's channels, up to a multiple of 32.
     scales, biases: float16, one for each group
-        keys: `[pages, Hk, D]`; values: `[pages, Hk, 64, Dp / 32]`.
+        keys: `[pages, Hk, D]`; values: `[pages, Hk, P, Dp / 32]`.
     """
 
     codes: mx.array
@@ -29,11 +30,19 @@ class PackedPages(NamedTuple):
     biases: mx.array
 
 
-# Keys or values of a pool: plain, `[pages, Hk, 64, D]`, or packed.
+# One side of a pool, keys or values: plain, `[pages, Hk, P, D]`, or packed.
 Pool = mx.array | PackedPages
-# Of one layer, keys and values: hot pages, or a pool that isn't packed; and a pool of any form.
-Pair = tuple[mx.array, mx.array]
-PoolPair = tuple[Pool, Pool]
+# Of one layer, keys and values, or one side that is both: hot pages, or a plain pool; and any pool.
+Sides = tuple[mx.array, ...]
+PoolSides = tuple[Pool, ...]
+
+
+def page_tokens(pool: PoolSides) -> int:
+    """P, which is the third size of the values' array. Raises ValueError for what P can't be."""
+    shape = arrays_of(pool[-1])[0].shape
+    if len(shape) != 4 or shape[2] not in PAGE_SIZES:
+        raise ValueError(f"a pool is {shape}, expected pages of 4, 8, 16, 32 or 64 tokens")
+    return shape[2]
 
 
 def arrays_of(pool: Pool) -> tuple[mx.array, ...]:
@@ -49,38 +58,42 @@ def pool_of(arrays: Sequence[mx.array]) -> Pool:
 def pack_keys(keys: mx.array, bits: int) -> PackedPages:
     """Pages of keys in codes of `bits` bits, 8 or 4.
 
-    keys: `[pages, Hk, 64, D]`, floating. Of each group, with `top = 2^bits - 1` and in float32:
+    keys: `[pages, Hk, P, D]`, floating. Of each group, with `top = 2^bits - 1` and in float32:
 
         bias = float16(min)    scale = float16((max - min) / top)
         code = clip(rint((x - bias) / scale), 0, top), or 0 where scale is 0
 
     Codes are taken against the rounded scale and bias, so that they are off by half a step. Scales
     and biases stop at float16's largest number. A group with a number that isn't finite becomes NaN
-    as a whole, so that it shows. Raises ValueError for other bits, shapes and dtypes.
+    as a whole, so that it shows. Raises ValueError for other bits, shapes and dtypes, and where a
+    channel's codes fill no word: 4 tokens in 4 bits.
     """
     _check_pages(keys, bits)
-    codes, scales, biases = _pack(keys.swapaxes(2, 3), PAGE_TOKENS, bits)
+    tokens = keys.shape[2]
+    if tokens * bits % 32:
+        raise ValueError(f"{tokens} tokens of keys in {bits} bits fill no word of 32")
+    codes, scales, biases = _pack(keys.swapaxes(2, 3), tokens, bits)
     return PackedPages(codes, scales.squeeze(-1), biases.squeeze(-1))
 
 
 def pack_values(values: mx.array, bits: int) -> PackedPages:
     """Pages of values, in the same way as `pack_keys`, in groups of 32 channels of a token.
 
-    values: `[pages, Hk, 64, D]`. A last group that D doesn't fill repeats the last channel.
+    values: `[pages, Hk, P, D]`. A last group that D doesn't fill repeats the last channel.
     """
     _check_pages(values, bits)
     return _pack(values, VALUE_GROUP, bits)
 
 
-def unpack_keys(packed: PackedPages) -> mx.array:
-    """Float32 `[pages, Hk, 64, D]`. Raises ValueError where the arrays don't fit together."""
-    bits = _key_bits(packed)
+def unpack_keys(packed: PackedPages, tokens: int = PAGE_TOKENS) -> mx.array:
+    """Float32 `[pages, Hk, P, D]`, P = `tokens`. Raises ValueError where the arrays don't fit."""
+    bits = _key_bits(packed, tokens)
     per_group = PackedPages(packed.codes, packed.scales[..., None], packed.biases[..., None])
-    return _unpack(per_group, PAGE_TOKENS, bits).swapaxes(2, 3)
+    return _unpack(per_group, tokens, bits).swapaxes(2, 3)
 
 
 def unpack_values(packed: PackedPages, dim: int) -> mx.array:
-    """Float32 `[pages, Hk, 64, D]`, D = `dim`. Raises ValueError where the arrays don't fit."""
+    """Float32 `[pages, Hk, P, D]`, D = `dim`. Raises ValueError where the arrays don't fit."""
     bits = _value_bits(packed)
     if packed.scales.shape[-1] != -(-dim // VALUE_GROUP):
         raise ValueError(
@@ -90,17 +103,19 @@ def unpack_values(packed: PackedPages, dim: int) -> mx.array:
 
 
 def keys_like(pool: Pool, keys: mx.array) -> Pool:
-    """Pages of keys, `[pages, Hk, 64, D]`, in the form that the pool's have."""
-    return pack_keys(keys, _key_bits(pool)) if isinstance(pool, PackedPages) else keys
+    """Pages of keys, `[pages, Hk, P, D]`, in the form that the pool's have."""
+    if not isinstance(pool, PackedPages):
+        return keys
+    return pack_keys(keys, _key_bits(pool, keys.shape[2]))
 
 
 def values_like(pool: Pool, values: mx.array) -> Pool:
-    """Pages of values, `[pages, Hk, 64, D]`, in the form that the pool's have."""
+    """Pages of values, `[pages, Hk, P, D]`, in the form that the pool's have."""
     return pack_values(values, _value_bits(pool)) if isinstance(pool, PackedPages) else values
 
 
-def _key_bits(packed: PackedPages) -> int:
-    return _bits("keys", packed, packed.codes.shape[:3], PAGE_TOKENS)
+def _key_bits(packed: PackedPages, tokens: int) -> int:
+    return _bits("keys", packed, packed.codes.shape[:3], tokens)
 
 
 def _value_bits(packed: PackedPages) -> int:
@@ -130,9 +145,10 @@ def _bits(what: str, packed: PackedPages, per_group: tuple[int, ...], numbers: i
 def _check_pages(x: mx.array, bits: int) -> None:
     if bits not in (4, 8):
         raise ValueError(f"pages are packed in 4 or 8 bits, not in {bits}")
-    if x.ndim != 4 or x.shape[2] != PAGE_TOKENS or not mx.issubdtype(x.dtype, mx.floating):
+    if x.ndim != 4 or x.shape[2] not in PAGE_SIZES or not mx.issubdtype(x.dtype, mx.floating):
         raise ValueError(
-            f"pages are {x.shape} in {x.dtype}, expected [pages, heads, 64, D] in a floating type"
+            f"pages are {x.shape} in {x.dtype}, expected [pages, heads, P, D] in a floating type, "
+            "P 4, 8, 16, 32 or 64"
         )
 
 
@@ -165,3 +181,15 @@ def _unpack(packed: PackedPages, group: int, bits: int) -> mx.array:
     codes = mx.unflatten(codes, -1, (packed.scales.shape[-1], group))
     scales, biases = (x.astype(mx.float32)[..., None] for x in (packed.scales, packed.biases))
     return (codes * scales + biases).flatten(-2)
+
+
+def empty_pool(side: str, shape: tuple[int, int, int, int], dtype: mx.Dtype, bits: int) -> Pool:
+    """Zeros, `[pages, Hk, P, D]`: plain in `dtype` where bits is 0, or packed.
+
+    side: "keys" or "values".
+    """
+    if not bits:
+        return mx.zeros(shape, dtype)
+    pack = pack_keys if side == "keys" else pack_values
+    page = pack(mx.zeros((1, *shape[1:])), bits)
+    return PackedPages(*(mx.zeros((shape[0], *x.shape[1:]), x.dtype) for x in page))

@@ -10,7 +10,8 @@ class AttentionUse:
     """Attention of layers that are alike.
 
     q_heads, kv_heads, dim: of queries, of keys and values, of each head; dtype: the cache's, by
-    MLX's name; window, softcap: None where there is none; sinks: whether the layers have them.
+    MLX's name; window, softcap: None where there is none; sinks: whether the layers have them;
+    keep: how many first tokens are seen beside the window.
     """
 
     q_heads: int
@@ -20,6 +21,7 @@ class AttentionUse:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
+    keep: int = 0
 
     def __str__(self) -> str:
         parts = [f"{self.q_heads}/{self.kv_heads}/{self.dim} {self.dtype}"]
@@ -29,4 +31,6 @@ class AttentionUse:
             parts.append(f"softcap {self.softcap:g}")
         if self.sinks:
             parts.append("sinks")
+        if self.keep:
+            parts.append(f"keep {self.keep}")
         return ", ".join(parts)

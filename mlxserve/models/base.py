@@ -4,7 +4,7 @@ A model sees flat tokens `[T, D]` and a `View`: no pages, no masks, no rows, no 
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -39,12 +39,38 @@ class LayerView(Protocol):
         """
         ...
 
+    def attend_latent(self, q: mx.array, latent: mx.array, *, scale: float) -> mx.array:
+        """The same for a layer that keeps one vector per token (`Latent`).
+
+        q: `[T, Hq, rank + rope_dim]`, in the latents' space; latent: `[T, rank + rope_dim]`, with
+        its rotated part last. Returns `[T, Hq, rank]`: sums of the latents' first channels.
+        """
+        ...
+
+    def states(self) -> tuple[mx.array, ...]:
+        """A recurrent layer's states (`State`) as the step finds them, float32 `[R, ...]` each.
+
+        One for each of the view's spans, in their order; zeros where a sequence begins.
+        """
+        ...
+
+    def set_states(self, states: Sequence[mx.array]) -> None:
+        """The states after each span's last token, in the same form."""
+        ...
+
 
 class View(Protocol):
-    """What a step shows to a model. positions: int32 `[T]`, each token's place in its sequence."""
+    """What a step shows to a model.
+
+    positions: int32 `[T]`, each token's place in its sequence. spans: (first, n) of each sequence's
+    tokens in the step, in order: only recurrent layers need to know them.
+    """
 
     @property
     def positions(self) -> mx.array: ...
+
+    @property
+    def spans(self) -> Sequence[tuple[int, int]]: ...
 
     def layer(self, index: int) -> LayerView: ...
 

@@ -1,15 +1,18 @@
 """What a model asks of the ops that have Metal kernels, found by tracing a token through it."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 
-from mlxserve.cache.spec import LayerSpec
+from mlxserve.cache.spec import Latent, LayerSpec, State
+from mlxserve.errors import ModelError
 from mlxserve.kernels import attention
 from mlxserve.kernels.uses import AttentionUse
 from mlxserve.models.base import Model
 
 
 def attention_uses(model: Model, dtype: mx.Dtype) -> dict[AttentionUse, list[int]]:
-    """The layers of each use. dtype: of keys and values.
+    """The layers of each use of attention over keys and values. dtype: theirs.
 
     So every architecture says what it does, and not what it is declared to do. Nothing is computed,
     and placeholders do for weights.
@@ -24,6 +27,7 @@ class _Trace:
 
     def __init__(self, specs: list[LayerSpec], dtype: mx.Dtype) -> None:
         self.positions = mx.zeros(1, mx.int32)
+        self.spans = ((0, 1),)
         self.specs = specs
         self.dtype = dtype
         self.uses: dict[AttentionUse, list[int]] = {}
@@ -47,8 +51,25 @@ class _TracedLayer:
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        window = self.trace.specs[self.index].window
+        spec, dtype = self.trace.specs[self.index], self.trace.dtype
+        if isinstance(spec, State):
+            raise ModelError(f"layer {self.index} attends, and keeps states only")
         heads = q.shape[1], k.shape[1], q.shape[2]
-        asked = attention.use(*heads, self.trace.dtype, window, softcap, sinks is not None)
+        asked = attention.use(*heads, dtype, spec.window, softcap, sinks is not None, spec.keep)
         self.trace.uses.setdefault(asked, []).append(self.index)
         return q
+
+    def attend_latent(self, q: mx.array, latent: mx.array, *, scale: float) -> mx.array:
+        spec = self.trace.specs[self.index]
+        if not isinstance(spec, Latent):
+            raise ModelError(f"layer {self.index} attends to latents, and keeps {spec}")
+        return q[..., : spec.rank]
+
+    def states(self) -> tuple[mx.array, ...]:
+        spec = self.trace.specs[self.index]
+        if not isinstance(spec, State):
+            raise ModelError(f"layer {self.index} asks for states, and keeps {spec}")
+        return tuple(mx.zeros((1, *shape)) for shape in spec.shapes)
+
+    def set_states(self, states: Sequence[mx.array]) -> None:
+        pass  # they aren't attention's

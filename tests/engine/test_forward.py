@@ -160,7 +160,7 @@ def cache_arrays():
 
 def append(module, cache, index, k):
     hot_k, hot_v, pool_k, pool_v = cache
-    return module.append(hot_k, hot_v, (pool_k,), (pool_v,), index, k, k, None)
+    return module.append((hot_k, hot_v), ((pool_k,), (pool_v,)), index, (k, k), None)
 
 
 @native

@@ -9,7 +9,7 @@ from mlxserve.kernels.pages import PackedPages
 P = 64
 
 
-def dense(q, k, v, start, scale, window=None, sinks=None, softcap=None):
+def dense(q, k, v, start, scale, window=None, keep=0, sinks=None, softcap=None):
     """One row. q: [n, Hq, D], k, v: [L, Hk, D] of all its tokens."""
     n, hq, _ = q.shape
     out = np.zeros_like(q)
@@ -17,15 +17,15 @@ def dense(q, k, v, start, scale, window=None, sinks=None, softcap=None):
         kh, vh = (x[:, h // (hq // k.shape[1])] for x in (k, v))
         for i in range(n):
             p = start + i
-            first = 0 if window is None else max(0, p - window + 1)
-            s = kh[first : p + 1] @ q[i, h] * scale
+            seen = [j for j in range(p + 1) if window is None or j > p - window or j < keep]
+            s = kh[seen] @ q[i, h] * scale
             if softcap:
                 s = softcap * np.tanh(s / softcap)
             if sinks is not None:
                 s = np.append(s, sinks[h])
             w = np.exp(s - s.max())
             w /= w.sum()
-            out[i, h] = w[: p + 1 - first] @ vh[first : p + 1]
+            out[i, h] = w[: len(seen)] @ vh[seen]
     return out
 
 
@@ -52,7 +52,7 @@ def words(codes, bits):
 
 
 def packed_keys(x, bits):
-    """Pages [pages, Hk, 64, D]: the packed arrays, and what they stand for."""
+    """Pages [pages, Hk, P, D]: the packed arrays, and what they stand for."""
     codes, scales, biases, numbers = pack(x.swapaxes(2, 3), bits)
     return (words(codes, bits), scales, biases), numbers.swapaxes(2, 3)
 
@@ -70,10 +70,13 @@ PACK = (packed_keys, packed_values)
 
 
 class Paged:
-    """Sequences scattered over random pages; rows: (start, n). `filler` lies in every other slot.
+    """Sequences scattered over random pages; rows: (start, n).
+
+    `filler` lies in every other slot, and in place of plain tokens that no query sees.
 
     sealed: False leaves all pages hot. bits: of the pool's keys and values, None where they are
-    plain. tokens: K and V of each row, as the cache has them.
+    plain. page: tokens of one. sides: 1 where the values are the keys. tokens: K and V of each row,
+    as the cache has them.
     """
 
     def __init__(
@@ -83,57 +86,69 @@ class Paged:
         dim,
         *,
         window=None,
+        keep=0,
         dtype=mx.float32,
         filler=np.nan,
         seed=0,
         sealed=True,
         bits=(None, None),
+        page=P,
+        sides=2,
     ):
         rng = np.random.default_rng(seed)
-        self.rows, self.window = rows, window
-        pages = sum(-(-(start + n) // P) for start, n in rows) + 3
-        hot = [np.full((pages * P, heads, dim), filler) for _ in "kv"]
-        pool = [np.full((pages, heads, P, dim), filler) for _ in "kv"]
+        self.rows, self.window, self.keep = rows, window, keep
+        pages = sum(-(-(start + n) // page) for start, n in rows) + 3
+        hot = [np.full((pages * page, heads, dim), filler) for _ in range(sides)]
+        pool = [np.full((pages, heads, page, dim), filler) for _ in range(sides)]
         hot_ids, pool_ids = iter(rng.permutation(pages)), iter(rng.permutation(pages))
         self.tokens, table, ids, first = [], [], [], 0
         for start, n in rows:
-            end = -(-(start + n) // P)
-            done = start // P if sealed else 0
-            kv = [_rounded(rng.normal(size=(start + n, heads, dim)), dtype) for _ in "kv"]
-            gone = 0 if window is None else max(0, start - window + 1) // P
-            base = min(gone, done)
-            table.append((first, n, start, base, done - base, len(ids)))
-            for page in range(base, end):
-                span = slice(page * P, (page + 1) * P)
-                if page < done:
+            end = -(-(start + n) // page)
+            done = start // page if sealed else 0
+            kv = [_rounded(rng.normal(size=(start + n, heads, dim)), dtype) for _ in range(sides)]
+            low = 0 if window is None else max(0, start - window + 1)
+            base = min(low // page, done)
+            kept = min(-(-keep // page), base)
+            if kept == base:
+                kept = base = 0 if keep else base
+            table.append((first, n, start, base, kept + done - base, len(ids), kept))
+            for number in (*range(kept), *range(base, end)):
+                span = slice(number * page, (number + 1) * page)
+                at = np.arange(start + n)[span]
+                seen = (at < keep) | (at >= low)
+                if number < done:
                     ids.append(next(pool_ids))
                     for i, (x, pool_x) in enumerate(zip(kv, pool, strict=True)):
-                        pool_x[ids[-1]] = x[span].swapaxes(0, 1)
                         if bits[i]:
+                            pool_x[ids[-1]] = x[span].swapaxes(0, 1)
                             _, read = PACK[i](pool_x[ids[-1]][None], bits[i])
                             x[span] = read[0].swapaxes(0, 1)
+                        else:
+                            pool_x[ids[-1]][:, seen] = x[span][seen].swapaxes(0, 1)
                 else:
                     ids.append(next(hot_ids))
                     for x, hot_x in zip(kv, hot, strict=True):
-                        hot_x[ids[-1] * P :][: len(x[span])] = x[span]
+                        hot_x[ids[-1] * page + np.flatnonzero(seen)] = x[span][seen]
             self.tokens.append(kv)
             first += n
         self.total = first
-        self.described = PagedRows(np.array(table), np.array(ids))
+        self.described = PagedRows(np.array(table), np.array(ids), page)
         self.hot = tuple(mx.array(x.astype(np.float32)).astype(dtype) for x in hot)
         self.pool = tuple(
             PackedPages(*map(mx.array, pack(x, n)[0]))
             if n
             else mx.array(x.astype(np.float32)).astype(dtype)
-            for x, n, pack in zip(pool, bits, PACK, strict=True)
+            for x, n, pack in zip(pool, bits, PACK, strict=False)
         )
 
     def expected(self, q, **how):
         firsts = np.cumsum([0] + [n for _, n in self.rows])
         return np.concatenate(
             [
-                dense(q[at : at + n], k, v, start, window=self.window, **how)
-                for at, (start, n), (k, v) in zip(firsts, self.rows, self.tokens, strict=False)
+                dense(
+                    q[at : at + n], kv[0], kv[-1], start, window=self.window, keep=self.keep, **how
+                )
+                for at, (start, n), kv in zip(firsts, self.rows, self.tokens, strict=False)
             ]
         )
 

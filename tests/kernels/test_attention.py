@@ -47,7 +47,9 @@ def test_rows_that_do_not_cover_the_queries_are_refused():
 
 
 def test_a_description_gives_the_reference_its_pages():
-    rows = PagedRows(np.array([[0, 1, 130, 1, 1, 0], [1, 2, 0, 0, 0, 2]]), np.array([7, 3, 5]))
+    rows = PagedRows(
+        np.array([[0, 1, 130, 1, 1, 0, 0], [1, 2, 0, 0, 0, 2, 0]]), np.array([7, 3, 5])
+    )
     decode, prompt = rows.rows
     assert (decode.base, decode.sealed.tolist(), decode.hot.tolist()) == (64, [7], [3])
     assert (prompt.base, prompt.sealed, prompt.hot.tolist()) == (0, None, [5])

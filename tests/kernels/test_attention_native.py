@@ -32,9 +32,8 @@ def run(paged, q, **how):
     if how.get("sinks") is not None:
         how["sinks"] = mx.array(np.asarray(how["sinks"], np.float32))
     q32 = mx.array(np.asarray(q, np.float32))
-    window = paged.window
-    out = paged_attention(q32, paged.hot, paged.pool, paged.described, window=window, **how)
-    return np.array(out)
+    how = {"window": paged.window, "keep": paged.keep, **how}
+    return np.array(paged_attention(q32, paged.hot, paged.pool, paged.described, **how))
 
 
 def options(name, hq):
@@ -113,8 +112,8 @@ def whole_and_parts(window, name, length, cuts, **made):
     whole = run(paged, q, **how)
     parts = []
     for start, end in itertools.pairwise(cuts):
-        table = np.array([[0, end - start, start, 0, 0, 0]])
-        paged.described = PagedRows(table, paged.described.pages)
+        table = np.array([[0, end - start, start, 0, 0, 0, 0]])
+        paged.described = PagedRows(table, paged.described.pages, paged.described.page_tokens)
         parts.append(run(paged, q[start:end], **how))
     return whole, np.concatenate(parts)
 
@@ -159,7 +158,9 @@ from tests.kernels.test_attention_native import ROWS, run
 digest = hashlib.sha256()
 packed = {"bits": (8, 4)}
 for rows, how in (
-    ([(7000, 1)], {}), ([(3000, 20)], packed), ([(40000, 1), (20000, 9)], {}), (ROWS, packed)
+    ([(7000, 1)], {}), ([(3000, 20)], packed), ([(40000, 1), (20000, 9)], {}), (ROWS, packed),
+    ([(7000, 1)], {"window": 5000, "keep": 900}), ([(900, 200)], {"page": 4, "sides": 1}),
+    ([(3000, 90)], {"window": 900, "keep": 70, "bits": (8, 4), "filler": 0.0}),
 ):
     paged = Paged(rows, 1, 32, **how)
     q = np.random.default_rng(0).normal(size=(paged.total, 4, 32))
@@ -231,17 +232,20 @@ def test_what_does_not_fit_is_refused_by_name():
 @pytest.mark.parametrize(
     ("words", "table", "pages"),
     [
-        ("table has 5 columns", np.zeros((1, 5)), []),
-        ("row 0 doesn't begin where", [[1, 1, 0, 0, 0, 0]], [0]),
-        ("row 0 doesn't begin where", [[0, 0, 0, 0, 0, 0]], [0]),
-        ("row 1 doesn't begin where", [[0, 1, 0, 0, 0, 0], [2, 1, 0, 0, 0, 0]], [0]),
-        ("row 0 begins before", [[0, 1, -1, 0, 0, 0]], [0]),
-        ("row 0 begins before", [[0, 1, 63, 1, 0, 0]], [0]),
-        ("row 0 ends beyond", [[0, 20, 2**31 - 10, 2**25 - 1, 0, 0]], [0, 1]),
-        ("row 0 needs 2 pages", [[0, 1, 64, 0, 0, 0]], [0]),
-        ("row 0 needs 1 pages", [[0, 1, 0, 0, 2, 0]], [0]),
-        ("row 0 needs 1 pages", [[0, 1, 0, 0, 0, -1]], [0]),
-        ("row 0 has a page with the id -3", [[0, 1, 0, 0, 0, 0]], [-3]),
+        ("table has 6 columns", np.zeros((1, 6)), []),
+        ("row 0 doesn't begin where", [[1, 1, 0, 0, 0, 0, 0]], [0]),
+        ("row 0 doesn't begin where", [[0, 0, 0, 0, 0, 0, 0]], [0]),
+        ("row 1 doesn't begin where", [[0, 1, 0, 0, 0, 0, 0], [2, 1, 0, 0, 0, 0, 0]], [0]),
+        ("row 0 begins before", [[0, 1, -1, 0, 0, 0, 0]], [0]),
+        ("row 0 begins before", [[0, 1, 63, 1, 0, 0, 0]], [0]),
+        ("row 0 ends beyond", [[0, 20, 2**31 - 10, 2**25 - 1, 0, 0, 0]], [0, 1]),
+        ("row 0 needs 2 pages", [[0, 1, 64, 0, 0, 0, 0]], [0]),
+        ("row 0 needs 1 pages", [[0, 1, 0, 0, 2, 0, 0]], [0]),
+        ("row 0 needs 1 pages", [[0, 1, 0, 0, 0, -1, 0]], [0]),
+        ("row 0 has a page with the id -3", [[0, 1, 0, 0, 0, 0, 0]], [-3]),
+        ("row 0 keeps -1 pages", [[0, 1, 300, 3, 0, 0, -1]], [0]),
+        ("row 0 keeps 4 pages, its others begin at 3", [[0, 1, 300, 3, 0, 0, 4]], [0]),
+        ("row 0 needs 4 pages", [[0, 1, 300, 3, 0, 0, 2]], [0, 0, 0]),
     ],
 )
 def test_a_description_that_does_not_hold_together_is_refused(kernels, words, table, pages):
@@ -249,16 +253,16 @@ def test_a_description_that_does_not_hold_together_is_refused(kernels, words, ta
         PagedRows(np.array(table), np.array(pages)).handle(kernels)
 
 
-def test_keys_that_the_window_let_go_of_must_not_be_needed():
-    paged = Paged([(200, 1)], 1, 16, window=20)
-    q = mx.zeros((1, 1, 16))
-    with pytest.raises(ValueError, match="row 0 sees keys before its first page"):
-        paged_attention(q, paged.hot, paged.pool, paged.described, scale=1.0, window=100)
+@pytest.mark.parametrize("page_tokens", [0, 2, 48, 128])
+def test_rows_of_pages_that_nobody_has_are_refused(kernels, page_tokens):
+    rows = PagedRows(np.array([[0, 1, 0, 0, 0, 0, 0]]), np.array([0]), page_tokens)
+    with pytest.raises(ValueError, match=f"page_tokens is {page_tokens}, expected a power of two"):
+        rows.handle(kernels)
 
 
 def test_no_rows_give_nothing():
     paged = Paged([(0, 1)], 2, 32)
-    none = PagedRows(np.zeros((0, 6)), np.zeros(0))
+    none = PagedRows(np.zeros((0, 7)), np.zeros(0))
     out = paged_attention(mx.zeros((0, 4, 32)), paged.hot, paged.pool, none, scale=1.0)
     assert out.shape == (0, 4, 32)
 

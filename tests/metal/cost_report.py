@@ -63,7 +63,7 @@ def launches(case: Case, lengths: Sequence[int]) -> tuple[Launch, Launch]:
     for i, length in enumerate(lengths):
         count = -(-length // PAGE)
         sealed = count - 1 if case.sealed else 0
-        table.append((i, 1, length - 1, 0, sealed, len(pages)))
+        table.append((i, 1, length - 1, 0, sealed, len(pages), 0))
         pages += range(used[1], used[1] + sealed)
         pages += range(used[0], used[0] + count - sealed)
         used = [used[0] + count - sealed, used[1] + sealed]

@@ -24,7 +24,7 @@ def run(rows, kv_heads, group, dim, dtype, *, window=None, softcap=None, sinks=F
     rng = np.random.default_rng(1)
     q = mx.array(rng.normal(size=(cache.total, kv_heads * group, dim))).astype(dtype)
     sink = mx.array(rng.normal(size=kv_heads * group) * 2).astype(dtype) if sinks else None
-    how = attention.Options(dim**-0.5, window, sink, softcap)
+    how = attention.Options(dim**-0.5, window, 0, sink, softcap)
     launch = functools.partial(emulate, **options)
     out = attention._metal(launch, q, cache.hot, cache.pool, cache.described, how)
     assert out.dtype == dtype

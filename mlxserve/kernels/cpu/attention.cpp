@@ -13,11 +13,11 @@ constexpr int64_t SMALL = 1 << 16;
 // Floats of partials at once: longer texts are done in several rounds, so memory stays bounded.
 constexpr int64_t PARTIALS_AT_ONCE = 2 << 20;
 
-// A part with too many pages for one thread: partials per page, merged afterwards.
+// A part with too many blocks for one thread: partials per block, merged afterwards.
 struct Split {
   AttentionPart part;
   int64_t states_at;
-  int32_t next;  // the first page that isn't done
+  int32_t next;  // the first block that isn't done
 };
 
 struct Job {
@@ -39,12 +39,16 @@ float* scratch(int64_t floats) {
   return memory.data();
 }
 
-// Few queries wait for memory: a page costs the same for one and for eight.
-int64_t page_cost(const AttentionPart& part) {
+// Few queries wait for memory: a block costs the same for one and for eight.
+int64_t block_cost(const AttentionPart& part) {
   return std::max(part.queries(), 8);
 }
 int64_t cost(const AttentionPart& part) {
-  return page_cost(part) * (part.block_end - part.block_begin);
+  return block_cost(part) * (part.block_end - part.block_begin);
+}
+
+int64_t pages_in(int64_t tokens, const Attention& a) {
+  return (tokens + a.page_tokens - 1) / a.page_tokens;
 }
 
 std::vector<AttentionPart> parts_of(const Attention& a, int n_rows) {
@@ -54,10 +58,14 @@ std::vector<AttentionPart> parts_of(const Attention& a, int n_rows) {
     const int32_t queries = row.n * a.group();
     for (int32_t begin = 0; begin < queries; begin += PART_QUERIES) {
       const int32_t end = std::min(queries, begin + PART_QUERIES);
-      const auto block_begin = static_cast<int32_t>(a.low(row.start + begin / a.group()) / PAGE);
-      const int32_t block_end = (row.start + (end - 1) / a.group()) / PAGE + 1;
+      const int64_t oldest = row.start + begin / a.group();
+      const int64_t newest = row.start + (end - 1) / a.group();
+      const auto kept = static_cast<int32_t>(pages_in(std::min(a.keep, newest + 1), a));
+      const auto window = static_cast<int32_t>(a.low(oldest) / a.page_tokens);
+      const auto after = static_cast<int32_t>(pages_in(newest + 1, a));
+      const int32_t blocks = kept + std::max(0, after - window);
       for (int32_t head = 0; head < a.kv_heads; head++)
-        parts.push_back({r, head, begin, end, block_begin, block_end});
+        parts.push_back({r, head, begin, end, kept, window, 0, blocks});
     }
   }
   return parts;
@@ -83,32 +91,32 @@ void run_merges(const Attention& a, const std::vector<Merge>& merges) {
       });
 }
 
-// As many pages as there is room for, of as many splits; false once all are done.
+// As many blocks as there is room for, of as many splits; false once all are done.
 bool next_round(const Attention& a, std::vector<Split>& splits, int64_t piece, float* room,
                 float* states, std::vector<Job>& jobs, std::vector<Merge>& merges) {
   int64_t left = PARTIALS_AT_ONCE;
   for (Split& split : splits) {
     const AttentionPart& whole = split.part;
-    const int64_t per_page = whole.queries() * partial_floats(a);
-    const auto pages =
-        static_cast<int32_t>(std::min<int64_t>(whole.block_end - split.next, left / per_page));
-    if (pages <= 0) continue;
+    const int64_t per_block = whole.queries() * partial_floats(a);
+    const auto blocks =
+        static_cast<int32_t>(std::min<int64_t>(whole.block_end - split.next, left / per_block));
+    if (blocks <= 0) continue;
     AttentionPart now = whole;
     now.block_begin = split.next;
-    now.block_end = split.next + pages;
-    const auto step = static_cast<int32_t>(std::max<int64_t>(1, piece / page_cost(whole)));
+    now.block_end = split.next + blocks;
+    const auto step = static_cast<int32_t>(std::max<int64_t>(1, piece / block_cost(whole)));
     for (int32_t block = now.block_begin; block < now.block_end; block += step) {
       AttentionPart some = now;
       some.block_begin = block;
       some.block_end = std::min(now.block_end, block + step);
-      jobs.push_back({some, room + (block - now.block_begin) * per_page});
+      jobs.push_back({some, room + (block - now.block_begin) * per_block});
     }
     for (int query = 0; query < whole.queries(); query++)
       merges.push_back({now, room, states + split.states_at, split.next == whole.block_begin,
                         now.block_end == whole.block_end, query});
     split.next = now.block_end;
-    room += pages * per_page;
-    left -= pages * per_page;
+    room += blocks * per_block;
+    left -= blocks * per_block;
   }
   return !jobs.empty();
 }
@@ -121,7 +129,7 @@ void run_attention(const Attention& a, int n_rows) {
                    [](const auto& x, const auto& y) { return cost(x) > cost(y); });
   int64_t total = 0;
   for (const auto& part : parts) total += cost(part);
-  const bool small = total * PAGE * a.dim < SMALL;
+  const bool small = total * a.page_tokens * a.dim < SMALL;
   std::vector<Job> jobs;
   std::vector<Split> splits;
   int64_t state_floats = 0;

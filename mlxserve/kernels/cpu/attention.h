@@ -1,9 +1,10 @@
 // Softmax attention over pages, with an order of summation that depends on positions alone.
 //
-// Scores add up over d in ascending order. A page of 64 tokens gives each query its largest score,
-// its sum of exponentials (one tree over 64 lanes) and its sum of p * v (in order of tokens); pages
-// are merged in ascending order. None of it depends on which queries are computed together, nor on
-// whether pages are merged as they come (`attend` with no partials) or later (`merge`).
+// Scores add up over d in ascending order. A block, which is what is seen of a page, gives each
+// query its largest score, its sum of exponentials (one tree over 64 lanes) and its sum of p * v, in
+// order of tokens; blocks are merged in ascending order. None of it depends on which queries are
+// computed together, nor on whether blocks are merged as they come (`attend` with no partials) or
+// later (`merge`).
 //
 // Tokens that a query doesn't see are never part of any sum: not even times zero, for there may be
 // anything in their place.
@@ -17,7 +18,7 @@ using mlxserve::Attention;
 using mlxserve::AttentionPart;
 using mlxserve::PART_QUERIES;
 
-constexpr int PAGE_VECTORS = PAGE / LANES;
+constexpr int PAGE_VECTORS = MAX_PAGE / LANES;
 
 // ---- Products: rows x [R, count] times panels [count, 16], added to out.
 
@@ -79,27 +80,29 @@ static inline int rows_now(int rows) {
   return (rows + tiles - 1) / tiles;
 }
 
-// ---- One page for the queries of a part.
+// ---- One block for the queries of a part.
 
 struct Span {
   int begin, end;  // the tokens of a page that a query sees
 };
 
-static inline Span seen(const Attention& a, const PagedRow& row, int query, int64_t block) {
-  const int64_t position = row.start + query / a.group(), page = block * PAGE;
-  const int64_t low = a.low(position) - page, high = position + 1 - page;
-  return {(int)(low < 0      ? 0
-                : low > PAGE ? PAGE
-                             : low),
-          (int)(high < 0      ? 0
-                : high > PAGE ? PAGE
-                              : high)};
+ALWAYS_INLINE int clamped(int64_t x, int most) {
+  return (int)(x < 0 ? 0 : x > most ? most : x);
 }
 
-static const float LANE[PAGE] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15,
-                                 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31,
-                                 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46, 47,
-                                 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
+static inline Span seen(const Attention& a, const AttentionPart& part, int query, int64_t block) {
+  const int64_t position = a.rows[part.row].start + query / a.group();
+  const int64_t page = part.page_of(block) * a.page_tokens;
+  const bool kept = block < part.kept_blocks;
+  const int64_t low = kept ? 0 : a.low(position);
+  const int64_t high = kept && position >= a.keep ? a.keep : position + 1;
+  return {clamped(low - page, a.page_tokens), clamped(high - page, a.page_tokens)};
+}
+
+static const float LANE[MAX_PAGE] = {
+    0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
+    22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43,
+    44, 45, 46, 47, 48, 49, 50, 51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63};
 
 // scores [64] become exp(score - largest), 0 where unseen; into_largest and into_sum get their two
 // numbers.
@@ -111,7 +114,7 @@ static inline void weigh(float* scores, Span span, float softcap, float* into_la
     s[i] = vload(scores + i * LANES);
     if (softcap != 0) s[i] = vmul(vtanh(s[i]), vset(softcap));  // divided by it already
   }
-  if (span.begin > 0 || span.end < PAGE) {
+  if (span.begin > 0 || span.end < MAX_PAGE) {
     const vf none = vset(-__builtin_inff());
     UNROLL
     for (int i = 0; i < PAGE_VECTORS; i++) {
@@ -144,7 +147,7 @@ struct PageWork {
 static inline void score(const Attention& a, const PageWork& w, int t0, int t1) {
   const int64_t padded = a.padded();
   const int first = t0 / LANES, vectors = (t1 + LANES - 1) / LANES - first;
-  memset(w.scores, 0, w.queries * PAGE * sizeof(float));
+  memset(w.scores, 0, w.queries * MAX_PAGE * sizeof(float));
   // A panel of keys stays in the first-level cache while all queries pass it, if there are many.
   const int step = w.queries > TILE_ROWS ? 1 : vectors;
   for (int panel = 0; panel < vectors; panel += step)
@@ -152,12 +155,12 @@ static inline void score(const Attention& a, const PageWork& w, int t0, int t1) 
       now = rows_now(w.queries - r);
       rows_at_most<TILE_ROWS>(now, w.q + r * padded, padded, w.keys + panel * padded * LANES,
                               padded * LANES, step, a.dim,
-                              w.scores + r * PAGE + (first + panel) * LANES, PAGE);
+                              w.scores + r * MAX_PAGE + (first + panel) * LANES, MAX_PAGE);
     }
   const int64_t stride = partial_floats(a);
   for (int r = 0; r < w.queries; r++) {
     float* partial = w.partials + r * stride;
-    weigh(w.scores + r * PAGE, w.spans[r], a.softcap, partial + padded, partial + padded + 1);
+    weigh(w.scores + r * MAX_PAGE, w.spans[r], a.softcap, partial + padded, partial + padded + 1);
   }
 }
 
@@ -166,20 +169,20 @@ static inline void score(const Attention& a, const PageWork& w, int t0, int t1) 
 // in order.
 static inline void weigh_values(const PageWork& w, int r, int rows, int panel, int n_panels,
                                 int64_t stride) {
-  const float *p = w.scores + r * PAGE, *values = w.values + panel * VALUE_PANEL;
+  const float *p = w.scores + r * MAX_PAGE, *values = w.values + panel * VALUE_PANEL;
   float* out = w.partials + r * stride + panel * LANES;
   const Span* spans = w.spans + r;
   int begin = spans[rows - 1].begin, end = spans[0].end;
-  if (begin >= end) begin = end = PAGE;
+  if (begin >= end) begin = end = MAX_PAGE;
   const auto alone = [&](int i, int from, int to) {
     if (from < to)
-      rows_at_most<1>(1, p + i * PAGE + from, PAGE, values + from * LANES, VALUE_PANEL, n_panels,
-                      to - from, out + i * stride, stride);
+      rows_at_most<1>(1, p + i * MAX_PAGE + from, MAX_PAGE, values + from * LANES, VALUE_PANEL,
+                      n_panels, to - from, out + i * stride, stride);
   };
   for (int i = 0; i < rows; i++)
     alone(i, spans[i].begin, begin < spans[i].end ? begin : spans[i].end);
   if (begin == end) return;
-  rows_at_most<TILE_ROWS>(rows, p + begin, PAGE, values + begin * LANES, VALUE_PANEL, n_panels,
+  rows_at_most<TILE_ROWS>(rows, p + begin, MAX_PAGE, values + begin * LANES, VALUE_PANEL, n_panels,
                           end - begin, out, stride);
   for (int i = 0; i < rows; i++) alone(i, end, spans[i].end);
 }
@@ -209,7 +212,7 @@ static inline void begin_state(const Attention& a, int head, float* state) {
   state[padded + 1] = a.sinks ? 1.0f : 0.0f;
 }
 
-// Adds one page's partials to the states of `count` queries.
+// Adds one block's partials to the states of `count` queries.
 static inline void add_partials(int64_t padded, float* states, const float* partials, int count) {
   const int64_t stride = padded + 2;
   for (int first = 0; first < count; first += LANES) {
@@ -266,18 +269,18 @@ static void attend(const Attention& a, const AttentionPart& part, float* partial
   Span spans[PART_QUERIES];
   PageWork w;
   w.keys = scratch;
-  w.values = w.keys + padded * PAGE;
+  w.values = w.keys + padded * MAX_PAGE;
   w.scores = w.values + padded / LANES * VALUE_PANEL;
-  float* const q = w.scores + PART_QUERIES * PAGE;
+  float* const q = w.scores + PART_QUERIES * MAX_PAGE;
   float* const own = q + PART_QUERIES * padded;
   float* const states = own + PART_QUERIES * stride;
   load_queries(a, part, q);
   for (int i = 0; !partials && i < queries; i++)
     begin_state(a, part.head * a.group() + (part.begin + i) % a.group(), states + i * stride);
   for (int64_t block = part.block_begin; block < part.block_end; block++) {
-    int first = queries, last = 0;  // the queries that see something of this page
+    int first = queries, last = 0;  // the queries that see something of this block
     for (int i = 0; i < queries; i++) {
-      spans[i] = seen(a, row, part.begin + i, block);
+      spans[i] = seen(a, part, part.begin + i, block);
       if (spans[i].begin >= spans[i].end) continue;
       if (first > i) first = i;
       last = i + 1;
@@ -289,11 +292,12 @@ static void attend(const Attention& a, const AttentionPart& part, float* partial
       w.q = q + first * padded;
       w.spans = spans + first;
       w.partials = page_partials + first * stride;
+      const int64_t page = part.page_of(block);
       Ahead next = {nullptr, nullptr};
       if (block + 1 < part.block_end)
-        next = page_of(a, a.hot_k, a.pool_k, row, part.head, block + 1).ahead();
-      one_page(a, w, page_of(a, a.hot_k, a.pool_k, row, part.head, block),
-               page_of(a, a.hot_v, a.pool_v, row, part.head, block), next);
+        next = page_of(a, a.hot_k, a.pool_k, row, part.head, part.page_of(block + 1)).ahead();
+      one_page(a, w, page_of(a, a.hot_k, a.pool_k, row, part.head, page),
+               page_of(a, a.hot_v, a.pool_v, row, part.head, page), next);
     }
     if (!partials && first < last)
       add_partials(padded, states + first * stride, page_partials + first * stride, last - first);
@@ -312,7 +316,7 @@ static void merge(const Attention& a, const AttentionPart& part, const float* pa
     if (first) begin_state(a, part.head * a.group() + query % a.group(), state);
     const float* partial = partials + i * stride;
     for (int64_t block = part.block_begin; block < part.block_end; block++) {
-      const Span span = seen(a, row, query, block);
+      const Span span = seen(a, part, query, block);
       if (span.begin < span.end) add_partials(padded, state, partial, 1);
       partial += part.queries() * stride;
     }

@@ -8,17 +8,22 @@
 
 namespace mlxserve {
 
-// A pool's keys or values: a plain array, or codes, scales and biases.
+// Of one side of a pool, keys or values: a plain array, or codes, scales and biases.
 using PoolArrays = std::vector<mx::array>;
+
+// Keys and values, or one side that is both.
+struct CacheArrays {
+  std::vector<mx::array> hot;
+  std::vector<PoolArrays> pool;
+};
 
 struct CacheFormat {
   Number number;  // of hot pages and plain pools
-  PageFormat keys, values;
-  int pool_pages;
+  int page_tokens, hot_pages, pool_pages, heads, dim;
+  std::vector<PageFormat> sides;  // of the pool
 };
 
 // Throws where the arrays aren't of one layer: see paged_attention in kernels/attention.py.
-CacheFormat check_cache(const char* op, const mx::array& hot_k, const mx::array& hot_v,
-                        const PoolArrays& pool_k, const PoolArrays& pool_v);
+CacheFormat check_cache(const char* op, const CacheArrays& cache);
 
 }  // namespace mlxserve

@@ -118,10 +118,10 @@ struct Quantize {
 
 // A head's page of keys or values, to be packed.
 struct PackPage {
-  const void* x;   // [PAGE, dim] of `number`
-  int64_t stride;  // between tokens, in numbers
-  Number number;   // f32, f16 or bf16
-  int dim, bits;   // bits: 8 or 4
+  const void* x;          // [tokens, dim] of `number`
+  int64_t stride;         // between tokens, in numbers
+  Number number;          // f32, f16 or bf16
+  int tokens, dim, bits;  // bits: 8 or 4
   uint8_t* codes;
   uint16_t *scales, *biases;
 };
@@ -148,9 +148,9 @@ struct Kernels {
   // Groups begin .. end.
   void (*quantize)(const Quantize&, int64_t begin, int64_t end);
   // One part, in scratch_floats floats of scratch. partials: null to write its queries' results,
-  // else [pages of the part, queries, partial_floats], to be merged.
+  // else [blocks of the part, queries, partial_floats], to be merged.
   void (*attend)(const Attention&, const AttentionPart&, float* partials, float* scratch);
-  // Pages of partials into the states [queries, partial_floats] of queries begin .. end of a part;
+  // Blocks of partials into the states [queries, partial_floats] of queries begin .. end of a part;
   // first: begin them; last: write the results.
   void (*merge)(const Attention&, const AttentionPart&, const float* partials, float* states,
                 bool first, bool last, int64_t begin, int64_t end);

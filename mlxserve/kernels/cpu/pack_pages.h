@@ -48,19 +48,25 @@ static inline void pack_group(const float* x, uint8_t* codes, uint16_t* scale, u
 template <int BITS>
 static inline void pack_keys_in(const PackPage& a) {
   const int item = bytes_of(a.number);
-  alignas(64) float tokens[LANES * LANES], columns[LANES * LANES], channels[LANES][PAGE];
+  const int row = a.tokens * BITS / 8;  // bytes of a channel
+  alignas(64) float tokens[LANES * LANES], columns[LANES * LANES], channels[LANES][MAX_PAGE];
+  uint8_t codes[MAX_PAGE * BITS / 8];
   for (int d = 0; d < a.dim; d += LANES) {
     const int count = a.dim - d < LANES ? a.dim - d : LANES;
-    for (int first = 0; first < PAGE; first += LANES) {
-      const char* corner = (const char*)a.x + (first * a.stride + d) * item;
-      for (int t = 0; t < LANES; t++)
-        vstore(tokens + t * LANES, load_some(corner + t * a.stride * item, a.number, count));
+    for (int first = 0; first < MAX_PAGE; first += LANES) {
+      for (int t = 0; t < LANES; t++) {
+        // The last token fills up a smaller page: it changes neither least nor most.
+        const int64_t token = first + t < a.tokens ? first + t : a.tokens - 1;
+        const char* from = (const char*)a.x + (token * a.stride + d) * item;
+        vstore(tokens + t * LANES, load_some(from, a.number, count));
+      }
       transpose16(tokens, LANES, columns);
       for (int c = 0; c < count; c++) vstore(channels[c] + first, vload(columns + c * LANES));
     }
-    for (int c = 0; c < count; c++)
-      pack_group<BITS, PAGE / LANES>(channels[c], a.codes + (int64_t)(d + c) * PAGE * BITS / 8,
-                                     a.scales + d + c, a.biases + d + c);
+    for (int c = 0; c < count; c++) {
+      pack_group<BITS, MAX_PAGE / LANES>(channels[c], codes, a.scales + d + c, a.biases + d + c);
+      memcpy(a.codes + (int64_t)(d + c) * row, codes, row);
+    }
   }
 }
 
@@ -70,7 +76,7 @@ static inline void pack_values_in(const PackPage& a) {
   const int item = bytes_of(a.number);
   uint8_t* codes = a.codes;
   uint16_t *scale = a.scales, *bias = a.biases;
-  for (int t = 0; t < PAGE; t++) {
+  for (int t = 0; t < a.tokens; t++) {
     const char* token = (const char*)a.x + t * a.stride * item;
     for (int d = 0; d < a.dim; d += VALUE_GROUP, codes += VALUE_GROUP * BITS / 8) {
       alignas(64) float x[VALUE_GROUP];

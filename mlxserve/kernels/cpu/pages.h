@@ -10,7 +10,7 @@ namespace KERNELS {
 
 using mlxserve::Attention;
 using mlxserve::bytes_of;
-using mlxserve::PAGE;
+using mlxserve::MAX_PAGE;
 using mlxserve::PagedRow;
 using mlxserve::PagePool;
 using mlxserve::VALUE_GROUP;
@@ -34,6 +34,7 @@ struct Page {
   const uint16_t *scales, *biases;  // of packed pages
   int bits;                         // of a code; 0 for plain numbers
   Number number;                    // of those
+  int tokens;                       // P
   int64_t stride;                   // between their tokens, in numbers
   int64_t bytes;                    // to read ahead: none of hot pages, they were just written
 
@@ -41,22 +42,25 @@ struct Page {
 };
 
 static inline Page page_of(const Attention& a, const void* hot, const PagePool& pool,
-                           const PagedRow& row, int head, int64_t block) {
-  const int64_t number = block - row.base_page, id = a.pages[row.pages_at + number];
+                           const PagedRow& row, int head, int64_t page) {
+  const int64_t index = row.index_of(page), id = a.pages[row.pages_at + index];
   const int64_t item = bytes_of(a.cache), token = (int64_t)a.kv_heads * a.dim;
-  if (number >= row.sealed) {
-    const int64_t at = id * PAGE * token + head * a.dim;
-    return {(const char*)hot + at * item, nullptr, nullptr, 0, a.cache, token, 0};
+  const int tokens = a.page_tokens;
+  if (index >= row.sealed) {
+    const int64_t at = id * tokens * token + head * a.dim;
+    return {(const char*)hot + at * item, nullptr, nullptr, 0, a.cache, tokens, token, 0};
   }
-  const int64_t at = id * a.kv_heads + head, plain = PAGE * a.dim * item;
+  const int64_t at = id * a.kv_heads + head, plain = (int64_t)tokens * a.dim * item;
   const char* data = (const char*)pool.data;
-  if (pool.format.bits == 0) return {data + at * plain, nullptr, nullptr, 0, a.cache, a.dim, plain};
+  if (pool.format.bits == 0)
+    return {data + at * plain, nullptr, nullptr, 0, a.cache, tokens, a.dim, plain};
   const int64_t codes = pool.format.code_bytes(), group = at * pool.format.groups;
   return {data + at * codes,
           pool.scales + group,
           pool.biases + group,
           pool.format.bits,
           a.cache,
+          tokens,
           0,
           codes};
 }
@@ -123,14 +127,21 @@ static inline vf load_codes(const char* p) {
 template <int BITS>
 static inline void load_packed_keys(const Page& page, int t0, int t1, int dim, float* out,
                                     Ahead next) {
-  constexpr int ROW = PAGE * BITS / 8, VECTOR = 2 * BITS;
+  constexpr int VECTOR = 2 * BITS;
+  const int row = page.tokens * BITS / 8;  // bytes of a channel
   const int padded = (dim + LANES - 1) / LANES * LANES;
   const int first = t0 / LANES, vectors = (t1 + LANES - 1) / LANES - first;
   const int share = next.share(dim);
   const char* codes = page.data + first * VECTOR;
-  for (int d = 0; d < dim; d++, codes += ROW, out += LANES) {
+  char few[VECTOR] = {0};  // a channel that fills no vector
+  for (int d = 0; d < dim; d++, codes += row, out += LANES) {
     next.fetch(share);
     const vf scale = vset(widen_f16(page.scales[d])), bias = vset(widen_f16(page.biases[d]));
+    if (row < VECTOR) {
+      memcpy(few, codes, row);
+      vstore(out, vfma(load_codes<BITS>(few), scale, bias));
+      continue;
+    }
     for (int i = 0; i < vectors; i++)
       vstore(out + i * padded * LANES, vfma(load_codes<BITS>(codes + i * VECTOR), scale, bias));
   }

@@ -14,7 +14,7 @@ import numpy as np
 from mlxserve.kernels.attention import PagedRows, paged_attention
 from mlxserve.kernels.metal.launch import Runner
 from mlxserve.kernels.metal.paged_attention import DecodePlan, decode_attention
-from mlxserve.kernels.pages import PAGE_TOKENS, Pair
+from mlxserve.kernels.pages import PAGE_TOKENS, Sides
 from mlxserve.kernels.registry import check_close
 from mlxserve.kernels.uses import AttentionUse
 from mlxserve.kernels.verdicts import Timing
@@ -66,7 +66,7 @@ def check(use: AttentionUse, run: Runner) -> float:
     )
 
 
-def _wide(kv: Pair) -> Pair:
+def _wide(kv: Sides) -> Sides:
     return kv[0].astype(mx.float32), kv[1].astype(mx.float32)
 
 
@@ -124,7 +124,7 @@ def _layout(positions: Sequence[int], window: int | None, rng: np.random.Generat
         pages = position // PAGE_TOKENS + 1 - base
         hot = min(1 + i % 2, pages)
         at = sum(map(sum, counts))
-        rows.append((i, 1, position, base, pages - hot, at))
+        rows.append((i, 1, position, base, pages - hot, at, 0))
         counts.append((pages - hot, hot))
     slots = max(map(sum, zip(*counts, strict=True))) + 1
     sealed_ids, hot_ids = (iter(rng.permutation(slots)) for _ in range(2))
@@ -143,11 +143,11 @@ def _contents(
     window: int | None,
     rng: np.random.Generator,
     dtype: mx.Dtype,
-) -> tuple[Pair, Pair]:
+) -> tuple[Sides, Sides]:
     """Hot and pool, K and V each: random where a query sees it, NaN elsewhere."""
     shape = (2, layout.slots, PAGE_TOKENS, use.kv_heads, use.dim)
     hot, pool = (np.full(shape, np.nan, np.float32) for _ in range(2))
-    for _, _, position, base, sealed, at in layout.table.tolist():
+    for _, _, position, base, sealed, at, _ in layout.table.tolist():
         low = 0 if window is None else max(0, position - window + 1)
         for page in range(base, position // PAGE_TOKENS + 1):
             target = pool if page - base < sealed else hot

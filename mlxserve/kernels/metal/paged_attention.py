@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxserve.kernels.metal.launch import Kernel, Launch, Runner
-from mlxserve.kernels.pages import PAGE_TOKENS, Pair
+from mlxserve.kernels.pages import PAGE_TOKENS, Sides
 
 PART_PAGES = 4
 SIMDGROUPS = 4  # of a threadgroup
@@ -27,7 +27,7 @@ DTYPES = (mx.float16, mx.bfloat16)
 MAX_LANE_NUMBERS = 56
 
 
-def unsupported(q_heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> str:
+def unsupported(q_heads: int, kv_heads: int, dim: int, dtype: mx.Dtype, keep: int = 0) -> str:
     """Why the kernel can't serve such layers, or ""."""
     if dim not in HEAD_DIMS:
         return f"head dim {dim} is none of {', '.join(map(str, HEAD_DIMS))}"
@@ -35,6 +35,8 @@ def unsupported(q_heads: int, kv_heads: int, dim: int, dtype: mx.Dtype) -> str:
         return f"a cache in {str(dtype).removeprefix('mlx.core.')} isn't float16 or bfloat16"
     if q_heads % kv_heads:
         return f"{q_heads} query heads can't share {kv_heads} key heads evenly"
+    if keep:
+        return f"the first {keep} tokens are kept beside the window"
     return ""
 
 
@@ -46,9 +48,11 @@ class DecodePlan:
     """
 
     def __init__(self, table: np.ndarray, pages: np.ndarray, window: int | None) -> None:
-        first, n, position, base, sealed, at = table.astype(np.int64).T
+        first, n, position, base, sealed, at, kept = table.astype(np.int64).T
         if (n != 1).any():
             raise ValueError(f"decode attention takes rows of one token, got {n.max()}")
+        if kept.any():
+            raise ValueError(f"decode attention takes no kept pages, got {kept.max()}")
         oldest = base * PAGE_TOKENS
         low = oldest if window is None else np.maximum(oldest, position - window + 1)
         begin, end = low // PAGE_TOKENS, position // PAGE_TOKENS + 1
@@ -71,8 +75,8 @@ class DecodePlan:
 
 def decode_attention(
     q: mx.array,
-    hot: Pair,
-    pool: Pair,
+    hot: Sides,
+    pool: Sides,
     plan: DecodePlan,
     *,
     scale: float,
@@ -93,8 +97,8 @@ def decode_attention(
 
 def parts(
     q: mx.array,
-    hot: Pair,
-    pool: Pair,
+    hot: Sides,
+    pool: Sides,
     plan: DecodePlan,
     *,
     scale: float,
