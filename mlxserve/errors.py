@@ -17,6 +17,10 @@ class ModelError(MlxserveError):
     """The model can't be found, read or run: missing files, damaged weights, unknown config."""
 
 
+class DamagedError(ModelError):
+    """A file isn't what its writer wrote: cut short, or with other bytes."""
+
+
 class InvariantError(MlxserveError):
     """A broken promise inside the engine: a bug. The engine stops rather than answer wrongly."""
 

@@ -3,8 +3,10 @@
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mlxserve.report import damaged, one_line, show, unsupported
 
@@ -62,14 +64,22 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a whole file: who reads it meanwhile gets the old one or the new one. Raises OSError.
+    """Write a whole file, as `replacing` does."""
+    with replacing(path) as f:
+        f.write(data)
 
-    Its directory must exist.
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file to write to, which takes the path's place at the end of the block.
+
+    Who reads meanwhile gets the old file or the new one, and the old one stays if the block raises.
+    The directory must exist. Raises OSError.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as f:
-            f.write(data)
+            yield f
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from mlxserve.errors import ModelError
+from mlxserve.errors import DamagedError, ModelError
 
 
 def show(value: object, limit: int = 60) -> str:
@@ -26,9 +26,19 @@ def count_bytes(n: int) -> str:
     return f"{size:.1f} TB"
 
 
-def damaged(path: Path, what: str) -> ModelError:
+def count_binary(n: float) -> str:
+    """Memory for people, in powers of 1024: `1.5 GiB`."""
+    size = float(n)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def damaged(path: Path, what: str, fix: str = "download it again") -> DamagedError:
     """The error for a file that can't be what its writer meant."""
-    return ModelError(f"{path}: {what}; the file is damaged or cut short, download it again")
+    return DamagedError(f"{path}: {what}; the file is damaged or cut short, {fix}")
 
 
 def unsupported(path: Path, what: str) -> ModelError:

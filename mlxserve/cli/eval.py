@@ -5,7 +5,6 @@ import math
 import signal
 import sys
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -50,7 +49,9 @@ def evaluate(
     if context is not None:
         _check_stride(stride, context)
     file = terminal.check_text("--perplexity", perplexity)
-    text = _read(file)
+    text = terminal.read_text("--perplexity", file)
+    if not text:
+        raise RequestError(f"{file} is empty; give a text of at least two tokens")
     model = terminal.check_text("MODEL", model)
 
     import mlxserve
@@ -83,23 +84,6 @@ def _check_stride(stride: int | None, context: int) -> None:
             f"--stride is {stride}, over the context of {context}, which would leave tokens out; "
             "make it smaller"
         )
-
-
-def _read(file: str) -> str:
-    try:
-        data = Path(file).read_bytes()
-    except OSError as error:
-        raise RequestError(f"--perplexity {file}: {error.strerror}; give a text file") from None
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            f"{file} isn't valid UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
-            "convert it first"
-        ) from None
-    if not text:
-        raise RequestError(f"{file} is empty; give a text of at least two tokens")
-    return text
 
 
 class _Perplexity:

@@ -39,10 +39,8 @@ def generate(
     and everything else to stderr.
     """
     terminal.end_on_broken_pipe()
-    if raw and system is not None:
-        raise RequestError("--system needs the chat template that --raw leaves out; drop one")
+    system = options.check_system(system, raw=raw)
     prompt = _read_prompt(prompt, raw=raw)
-    system = None if system is None else terminal.check_text("--system", system)
     raise typer.Exit(
         _run(terminal.check_text("--model", model), prompt, system, sampling, raw, quiet)
     )
@@ -52,14 +50,7 @@ def _read_prompt(prompt: str, *, raw: bool) -> str:
     if prompt == "-":
         if sys.stdin.isatty():
             terminal.note("reading the prompt; end it with Ctrl-D on a line of its own")
-        data = sys.stdin.buffer.read()
-        try:
-            prompt = data.decode()
-        except UnicodeDecodeError as error:
-            raise RequestError(
-                f"stdin isn't valid UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
-                "convert it first"
-            ) from None
+        prompt = terminal.decode(sys.stdin.buffer.read(), "stdin")
         # A message that came from `echo` should read like the same words after --prompt.
         prompt = prompt if raw else prompt.removesuffix("\n")
     if not prompt:
@@ -78,13 +69,7 @@ def _run(
     with terminal.Progress(quiet=quiet) as progress:
         llm = mlxserve.load(ready, on_progress=progress)
     with llm:
-        if raw or llm.tokenizer.chat_template is None:
-            if system is not None:
-                raise RequestError(f"{model} has no chat template, so --system can't be used")
-            answer = _Answer(llm, prompt)
-        else:
-            roles = [("user", prompt)] if system is None else [("system", system), ("user", prompt)]
-            answer = _Answer(llm, [{"role": role, "content": text} for role, text in roles])
+        answer = _Answer(llm, models.as_prompt(llm, model, prompt, system, raw=raw))
         code = answer.stream(sampling)
         if not quiet:
             terminal.note(answer.statistics())

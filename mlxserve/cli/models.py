@@ -2,14 +2,18 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from mlxserve.cli import terminal
-from mlxserve.errors import ModelError
+from mlxserve.errors import ModelError, RequestError
 from mlxserve.report import count_bytes
 from mlxserve.sources import resolve
 from mlxserve.sources.hub_names import HubModel
+
+if TYPE_CHECKING:
+    from mlxserve.llm import LLM
 
 
 def ready(model: str, *, quiet: bool = False) -> str:
@@ -70,6 +74,21 @@ def confirm(question: str, instead: str) -> None:
     if not agreed:
         terminal.note("nothing was done")
         raise typer.Exit(1)
+
+
+def as_prompt(
+    llm: "LLM", model: str, text: str, system: str | None, *, raw: bool
+) -> str | list[dict[str, str]]:
+    """The text as one message where the model has a chat template, after `system`; else as it is.
+
+    Raises RequestError where `system` has no place.
+    """
+    if raw or llm.tokenizer.chat_template is None:
+        if system is not None:
+            raise RequestError(f"{model} has no chat template, so --system can't be used")
+        return text
+    roles = [("user", text)] if system is None else [("system", system), ("user", text)]
+    return [{"role": role, "content": content} for role, content in roles]
 
 
 def describe(new: HubModel) -> list[str]:

@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,25 @@ def check_text(name: str, text: str) -> str:
             f"{name} isn't valid UTF-8 at character {error.start}; check the terminal's encoding"
         ) from None
     return text
+
+
+def decode(data: bytes, name: str) -> str:
+    """What a file or stdin, `name`, holds as UTF-8. Raises RequestError."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{name} isn't valid UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}; "
+            "convert it first"
+        ) from None
+
+
+def read_text(option: str, file: str) -> str:
+    """The text of a file that an option names. Raises RequestError."""
+    try:
+        return decode(Path(file).read_bytes(), file)
+    except OSError as error:
+        raise RequestError(f"{option} {file}: {error.strerror}; give a text file") from None
 
 
 def harmless(text: str) -> str:
