@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from mlxserve import config
-from mlxserve.cli import chat, doctor, generate, ls, pull, rm
+from mlxserve.cli import cache, chat, doctor, generate, ls, plan, pull, rm
 from mlxserve.cli.eval import evaluate
 from mlxserve.errors import MlxserveError
 
@@ -44,10 +44,17 @@ app = typer.Typer(
 app.command(cls=_Command, epilog=generate.EPILOG)(generate.generate)
 app.command(cls=_Command, epilog=chat.EPILOG)(chat.chat)
 app.command("eval", cls=_Command)(evaluate)
+app.command(cls=_Command, epilog=plan.EPILOG)(plan.plan)
 app.command(cls=_Command, epilog=pull.EPILOG)(pull.pull)
 app.command(cls=_Command)(ls.ls)
 app.command(cls=_Command)(rm.rm)
 app.command(cls=_Command)(doctor.doctor)
+_cache = typer.Typer(rich_markup_mode=None)
+_cache.command(cls=_Command)(cache.build)
+_cache.command(cls=_Command)(cache.inspect)
+_cache.command(cls=_Command)(cache.verify)
+_cache.command(cls=_Command)(cache.diff)
+app.add_typer(_cache, name="cache", help=cache.HELP, epilog=cache.EPILOG)
 
 
 def _print_version(wanted: bool) -> None:
@@ -73,8 +80,8 @@ def _options(
 def run() -> int:
     """Run the command in sys.argv and return its exit code.
 
-    0: done. 1: `doctor` found a problem, or a bug of ours. 2: it can't be done, and one line on
-    stderr says why. 130: Ctrl-C. 143: SIGTERM.
+    0: done. 1: `doctor` found a problem, `cache verify` damage or `cache diff` a difference, or a
+    bug of ours. 2: it can't be done, and one line on stderr says why. 130: Ctrl-C. 143: SIGTERM.
     """
     # As an exception, so that the answer ends cleanly and the terminal gets its cursor back.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -1,7 +1,7 @@
 """Options of the commands that make text. Ranges are checked in one place: SamplingParams."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Annotated, Any
 
@@ -99,6 +99,15 @@ _SAMPLING: dict[str, tuple[Any, Any]] = {
 }
 
 
+def check_system(system: str | None, *, raw: bool) -> str | None:
+    """--system as text. Raises RequestError, also where --raw leaves no place for it."""
+    if system is None:
+        return None
+    if raw:
+        raise RequestError("--system needs the chat template that --raw leaves out; drop one")
+    return terminal.check_text("--system", system)
+
+
 def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command all the options above; it gets their values, checked, as `sampling`: a dict.
 
@@ -110,13 +119,23 @@ def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
         sampling = {name: values.pop(name) for name in _SAMPLING}
         command(sampling=_checked(sampling), **values)
 
-    own = [p for p in inspect.signature(command).parameters.values() if p.name != "sampling"]
+    run.__signature__ = signature(command, "sampling", _SAMPLING)  # type: ignore[attr-defined]
+    return run
+
+
+def signature(
+    command: Callable[..., None], instead_of: str, table: Mapping[str, tuple[Any, Any]]
+) -> inspect.Signature:
+    """A command's signature with one parameter replaced by the options of a table.
+
+    table: annotation and default of each, by name.
+    """
+    own = [p for p in inspect.signature(command).parameters.values() if p.name != instead_of]
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option)
-        for name, (option, default) in _SAMPLING.items()
+        for name, (option, default) in table.items()
     ]
-    run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-    return run
+    return inspect.Signature([*own, *shared])
 
 
 def _checked(sampling: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ def test_help_lists_the_commands(cli):
     done = cli("--help")
     assert done.code == 0
     assert done.stderr == ""
-    for command in ("generate", "chat", "eval", "pull", "ls", "rm", "doctor"):
+    for command in ("generate", "chat", "eval", "plan", "pull", "ls", "rm", "doctor", "cache"):
         assert f"\n  {command} " in done.stdout
     assert "mlxserve generate --prompt" in done.stdout
 
@@ -74,7 +74,24 @@ def test_chat_takes_every_option_of_sampling(here):
         assert option in shown
 
 
-@pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["chat", "--help"]])
+def test_plan_help_groups_its_numbers(here):
+    shown = here("plan", "--help").stdout
+    for heading in ("Cache and memory:", "Speed:", "Requests:", "Speculation:", "Cost:"):
+        assert heading in shown
+    assert "mlxserve plan OWNER/NAME --context 8192" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["chat", "--help"],
+        ["plan", "--help"],
+        ["cache", "--help"],
+    ],
+)
 def test_help_imports_nothing_heavy(cli, args):
     done = cli.python(f"""
 import sys
@@ -97,6 +114,10 @@ finally:
         (["generate"], ["missing option '--prompt'"]),
         (["nope"], ["no such command 'nope'", "`mlxserve --help` explains"]),
         (["pull"], ["missing argument 'MODEL'"]),
+        (["cache"], ["missing command", "`mlxserve cache --help` explains"]),
+        (["cache", "nope"], ["no such command 'nope'", "`mlxserve cache --help` explains"]),
+        (["cache", "build", "--out", "c"], ["missing option '--prompt-file'"]),
+        (["cache", "verify"], ["missing argument 'FILE'"]),
     ],
 )
 def test_a_command_line_that_makes_no_sense_gets_one_line(here, args, words):

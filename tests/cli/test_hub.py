@@ -1,5 +1,6 @@
 """The commands over a Hub on loopback: what is said, asked and refused before a download."""
 
+import json
 import os
 import pty
 import select
@@ -129,6 +130,21 @@ def test_pull_asks_at_a_terminal(hub, at_terminal, snapshots):
     code, seen = at_terminal("pull", "tester/tiny", answer="y\n")
     assert code == 0
     assert str(next(snapshots.iterdir())) in seen.replace("\r\n", "")
+
+
+def test_plan_needs_the_config_only(cli, hub, snapshots, tiny_model_dir):
+    done = cli("plan", "tester/tiny", "--json")
+    assert (done.code, done.stderr) == (0, "")
+    assert hub.downloads() == ["config.json"]
+    assert not snapshots.exists()
+    here = json.loads(cli("plan", str(tiny_model_dir), "--json").stdout)
+    plan = json.loads(done.stdout)
+    assert plan["cache"] == here["cache"]
+    assert plan["memory"]["weight_bytes"] == pytest.approx(here["memory"]["weight_bytes"], rel=0.1)
+    assert cli("pull", "tester/tiny", "--yes", "-q").code == 0
+    hub.asked.clear()
+    assert json.loads(cli("plan", "tester/tiny", "--json").stdout)["cache"] == plan["cache"]
+    assert hub.asked == []
 
 
 def test_generate_never_downloads_unasked(cli, hub, snapshots, at_terminal):
