@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from mlxserve.errors import (
     CapacityError,
+    DamagedError,
     EngineDead,
     InvariantError,
     MlxserveError,
@@ -37,6 +38,7 @@ __all__ = [
     "LLM",
     "CapacityError",
     "Completion",
+    "DamagedError",
     "EngineDead",
     "InvariantError",
     "MlxserveError",

@@ -20,16 +20,21 @@ huggingface_hub reads its own, which apply to models of the Hub: HF_HOME (their 
 HF_ENDPOINT and HF_HUB_DOWNLOAD_TIMEOUT are the ones of most use.
 """
 
+import math
 import os
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
+from typing import Literal, get_args
 
 from mlxserve.errors import RequestError
 
 DEFAULT_MODEL = "smollm2-135m"
 CPU_LEVELS = ("avx512vnni", "avx512", "avx2", "portable")
 MAX_CPU_THREADS = 256
+Policy = Literal["fcfs", "prefix"]
 MAX_KERNEL_CHECK_S = 3600
+KV_BITS = (16, 8, 4)
 
 
 def home() -> Path:
@@ -110,6 +115,23 @@ def cpu_threads() -> int | None:
     return int(text)
 
 
+def kv_bits(value: int | str) -> tuple[int, int]:
+    """Bits of a number in the cache, of keys and of values: 16 (not packed), 8 or 4 each.
+
+    value: one number for both, or "KEYS/VALUES", such as "8/4". Raises RequestError.
+    """
+    if isinstance(value, int | str) and not isinstance(value, bool):
+        keys, slash, values = str(value).partition("/")
+        values = values if slash else keys
+        allowed = {str(bits): bits for bits in KV_BITS}
+        if keys in allowed and values in allowed:
+            return allowed[keys], allowed[values]
+    raise RequestError(
+        f"kv_bits is {value!r}; it must be 16, 8 or 4, or two of them for keys and values, such as "
+        "8/4"
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """How one engine schedules and how much memory it may take.
@@ -118,16 +140,48 @@ class EngineConfig:
     max_batched_tokens: tokens computed in one step, over all rows; prompts are cut to it. None asks
         the device: a step should not last much longer than a person waits after Ctrl-C.
     memory_limit_bytes: for weights, cache and activations together; None asks the device.
+    kv_bits: 8 or 4 packs the cache's complete pages; "8/4" keys and values apart; 16 keeps them
+        in 16 bits where the model computes in 32; None keeps them as they are computed.
+    max_kv_size: tokens that a full-attention layer keeps at most: the first `keep`, and the last
+        ones; None keeps all.
+    prefix_cache: whether prompts that begin alike are computed once.
+    max_queue: requests that may wait; more are refused.
+    policy: which of a tenant's waiting requests of one priority starts next: "fcfs", in order of
+        arrival, or "prefix", the one with most tokens in the cache.
+    ageing_s: seconds after which one that waits goes before all that.
+    target_itl_ms: milliseconds that a step should take at most while answers are under way; prompts
+        are cut smaller for it. None cuts them by max_batched_tokens alone.
+    trace: a file for what each step spent its time on, for ui.perfetto.dev.
     """
 
     max_batch: int = 32
     max_batched_tokens: int | None = None
     memory_limit_bytes: int | None = None
+    kv_bits: int | str | None = None
+    max_kv_size: int | None = None
+    keep: int = 0
+    prefix_cache: bool = True
+    max_queue: int = 1024
+    policy: Policy = "fcfs"
+    ageing_s: float = 10.0
+    target_itl_ms: float | None = None
+    trace: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_batched_tokens", "memory_limit_bytes"):
+        if self.kv_bits is not None:
+            kv_bits(self.kv_bits)
+        if not isinstance(self.prefix_cache, bool):
+            raise RequestError(f"prefix_cache is {self.prefix_cache!r}; it must be True or False")
+        self._check_rotation()
+        if self.policy not in get_args(Policy):
+            raise RequestError(f"policy is {self.policy!r}; choose fcfs or prefix")
+        for name in ("ageing_s", "target_itl_ms"):
             value = getattr(self, name)
-            if value is None and name != "max_batch":
+            if value is not None and not (_is_number(value) and value > 0):
+                raise RequestError(f"{name} is {value!r}; it must be a finite number above 0")
+        for name in ("max_batch", "max_batched_tokens", "memory_limit_bytes", "max_queue"):
+            value = getattr(self, name)
+            if value is None and name not in ("max_batch", "max_queue"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise RequestError(f"{name} is {value!r}; it must be a whole number of at least 1")
@@ -136,3 +190,19 @@ class EngineConfig:
                 f"max_batched_tokens ({self.max_batched_tokens}) is smaller than max_batch "
                 f"({self.max_batch}); every running request needs one token per step"
             )
+
+    def _check_rotation(self) -> None:
+        size, keep = self.max_kv_size, self.keep
+        for name, value in (("max_kv_size", size), ("keep", keep)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise RequestError(f"{name} is {value!r}; it must be a whole number")
+        if size is None and keep:
+            raise RequestError(f"keep is {keep}, which needs max_kv_size; give both or neither")
+        if size is not None and not 0 <= keep < size:
+            raise RequestError(
+                f"keep is {keep} and max_kv_size {size}; keep must be at least 0 and less than it"
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -5,13 +5,15 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Self, overload
 
 import numpy as np
 
+from mlxserve.cache import file as cache_file
+from mlxserve.cache import transfer
 from mlxserve.config import EngineConfig
 from mlxserve.engine.core import EngineStats, TokenQueue
 from mlxserve.engine.engine import Engine
@@ -20,6 +22,7 @@ from mlxserve.errors import ModelError, RequestError
 from mlxserve.kernels import matmul
 from mlxserve.memory import check_weights, device_limit_bytes
 from mlxserve.models.load import load_model
+from mlxserve.sources import fingerprint
 from mlxserve.sources.checkpoint import Checkpoint, open_checkpoint
 from mlxserve.sources.gguf_quant import Q6K
 from mlxserve.sources.resolve import resolve
@@ -83,6 +86,7 @@ class LLM:
         )
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._ids = itertools.count()
+        self._files: dict[str, str] | None = None
         if self.tokenizer.vocab_size > self._engine.info.vocab_size:
             self.close()
             raise ModelError(
@@ -161,6 +165,66 @@ class LLM:
                 last = got.last
         finally:
             self._engine.abort([request.id])
+
+    def save_cache(self, path: str | PathLike[str], prompt: Prompt) -> int:
+        """Compute a prompt and keep what the model made of it in a file, for `load_cache`.
+
+        Returns the tokens that it covers: all of them, or as many as fill whole pages of 64 where
+        pages are packed. Written as a whole or not at all. Raises RequestError for a prompt or a
+        path that can't be used, CapacityError where memory or the disk has no room.
+        """
+        path = Path(path)
+        cache_file.check_target(path)
+        params = SamplingParams(max_tokens=1)
+        (answer,) = self._answers([prompt], params)
+        for _ in self._run([answer]):
+            pass
+        request, key = answer.request, object()
+        ids = request.prompt_ids
+        made_with = self._fingerprint()
+        source = self._engine.call(
+            lambda core: transfer.source(
+                core.manager, core.storage, key, request.salt, ids, made_with
+            )
+        )
+        try:
+            cache_file.write(
+                path,
+                source.header,
+                lambda name: self._engine.call(
+                    lambda core: transfer.tensor(core.storage, source, ids, name)
+                ),
+            )
+        finally:
+            self._engine.call(lambda core: core.manager.shared.unpin(key))
+        return source.header.tokens
+
+    def load_cache(self, path: str | PathLike[str]) -> int:
+        """Put a prompt that `save_cache` kept into the cache: prompts that begin so start from it.
+
+        It stays for as long as there is room. Returns its tokens. Raises DamagedError or ModelError
+        for a file that isn't sound, RequestError for one of another model or other settings, and
+        CapacityError where memory has no room.
+        """
+        if not self._engine.config.prefix_cache:
+            raise RequestError("prefix_cache is off, and a saved prompt needs it; leave it on")
+        saved = cache_file.read(Path(path))
+        cache_file.check_fingerprint(saved, self._fingerprint())
+        cache_file.verify(saved)
+        salt = Request(id="", prompt_ids=(), params=SamplingParams()).salt
+        return self._engine.call(
+            lambda core: transfer.restore(core.manager, core.storage, saved.path, salt, saved)
+        )
+
+    def _fingerprint(self) -> dict[str, str]:
+        """What a saved cache depends on."""
+        if self._files is None:
+            self._files = {
+                "model": fingerprint.model(self.path),
+                "tokenizer": fingerprint.tokenizer(self.path),
+                "adapter": "none",
+            }
+        return self._files | self._engine.info.fingerprint
 
     def stats(self) -> EngineStats:
         """What the engine is doing and has done."""
@@ -262,6 +326,7 @@ class _Answer:
     logprobs: list[Logprob] = field(default_factory=list)
     finish_reason: FinishReason = "cancelled"
     timings: Timings = field(default_factory=Timings)
+    usage: Usage | None = None
     stopped: bool = False
 
     def feed(self, out: TokenOut) -> str:
@@ -277,6 +342,7 @@ class _Answer:
             self.stopped = self.text.stopped
         if out.last:
             self.timings = out.timings or self.timings
+            self.usage = out.usage
             self.finish_reason = "stop" if self.stopped else out.finish_reason or "cancelled"
             piece += "" if self.stopped else self.text.finish()
             if self.text.stopped:
@@ -284,13 +350,20 @@ class _Answer:
         self.pieces.append(piece)
         return piece
 
+    def _usage(self) -> Usage:
+        """Tokens drawn after a stop string are none of the answer's."""
+        prompt, made = len(self.request.prompt_ids), len(self.token_ids)
+        if self.usage is None:
+            return Usage(prompt, made)
+        return replace(self.usage, completion_tokens=made)
+
     def completion(self) -> Completion:
         """The answer as it stands."""
         return Completion(
             text="".join(self.pieces),
             token_ids=tuple(self.token_ids),
             finish_reason=self.finish_reason,
-            usage=Usage(len(self.request.prompt_ids), len(self.token_ids)),
+            usage=self._usage(),
             timings=self.timings,
             logprobs=tuple(self.logprobs) if self.request.params.logprobs else None,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mlxserve import device
 from mlxserve.errors import CapacityError
+from mlxserve.sequence import SPARE_HOT_PAGES
 
 # Left for activations, the tokenizer and everyone else's needs.
 USABLE_FRACTION = 0.9
@@ -16,21 +17,24 @@ USABLE_FRACTION = 0.9
 class GroupShape:
     """What a layer group asks for.
 
-    page_bytes: one page over all its layers; window_pages: pages per sequence, None for all.
-    scratch_bytes: what attention takes for a while per page that it reads, in one layer.
+    page_bytes: one sealed page over all its layers; hot_page_bytes: a hot one. window_pages: pages
+    per sequence, None for all. scratch_bytes: what attention takes for a while per page that it
+    reads, in one layer.
     """
 
     page_bytes: int
+    hot_page_bytes: int
     window_pages: int | None
     scratch_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The most pages that storage may grow to: hot, and per layer group."""
+    """The most that storage may grow to: hot pages, pages per paged layer group, state slots."""
 
     hot_pages: int
     pool_pages: tuple[int, ...]
+    slots: int = 1
 
 
 def device_limit_bytes() -> int:
@@ -71,17 +75,19 @@ def _cgroup_limits() -> list[int]:
 def plan_cache(
     groups: Sequence[GroupShape],
     *,
+    slot_bytes: int = 0,
     free_bytes: int,
     max_batch: int,
     max_batched_tokens: int,
     context_tokens: int,
     page_tokens: int,
 ) -> CachePlan:
-    """Divide free bytes among hot pages and the pools.
+    """Divide free bytes among hot pages, the pools and recurrent states.
 
-    Hot and window pages are bounded by the batch, so they come first; full-attention layers share
-    what is left, at most a whole context for each row. Raises CapacityError if not even one page
-    is left.
+    Hot pages, states and window pages are bounded by the batch, so they come first; of the latter
+    two there are twice as many as the rows need, for prefixes that may come again. Full-attention
+    layers share what is left, at most a whole context for each row. slot_bytes: the states of one
+    sequence. Raises CapacityError if not even one page is left.
     """
     if free_bytes <= 0:
         raise CapacityError(
@@ -89,12 +95,15 @@ def plan_cache(
             "close other programs"
         )
     chunk_pages = max_batched_tokens // page_tokens
-    hot_pages = 2 * max_batch + chunk_pages
-    spent = hot_pages * sum(group.page_bytes for group in groups)
+    # A row has two, one that is complete and one that it writes; so have some that just ended.
+    hot_pages = 2 * max_batch + chunk_pages + SPARE_HOT_PAGES
+    slots = 1 + 2 * max_batch if slot_bytes else 1
+    spent = hot_pages * sum(group.hot_page_bytes for group in groups) + slots * slot_bytes
     pools: dict[int, int] = {}
     for index, group in enumerate(groups):
         if group.window_pages is not None:
-            pools[index] = max_batch * (group.window_pages + 1) + chunk_pages
+            # And one that isn't dropped yet, and one that it is about to complete.
+            pools[index] = 2 * max_batch * (group.window_pages + 2) + chunk_pages
             spent += pools[index] * group.page_bytes
     full = [index for index in range(len(groups)) if index not in pools]
     if full:
@@ -115,7 +124,7 @@ def plan_cache(
             f"{free_bytes / 2**30:.1f} GiB are free, and the cache needs {spent / 2**30:.1f} GiB; "
             f"close other programs or lower max_batch ({max_batch})"
         )
-    return CachePlan(hot_pages, tuple(pools[index] for index in range(len(groups))))
+    return CachePlan(hot_pages, tuple(pools[index] for index in range(len(groups))), slots)
 
 
 def _lines(path: str | Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-import secrets
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -23,6 +23,8 @@ OnProgress = Callable[[str, int, int | None], None]
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_PRIORITY = 100
+MAX_PIN_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,6 +186,16 @@ class Request:
     """One prompt to continue, or, with `score`, to read only: its logits are the answer.
 
     stop_ids: ids that end the answer: the model's own end ids and the caller's stop_token_ids.
+    priority: from -100 to 100; waiting requests of a smaller number start first.
+    tenant: on whose behalf. Tenants get equal shares, and none finds another's prompts in the
+        cache, where timing would tell them.
+    adapter: the name of the adapter to run with, "" for none.
+    ttft_budget_s: refuse the request at once if its first token can't be there in so many seconds;
+        None waits as long as it takes.
+    pin_s: keep what was computed for so many seconds after the end, before other prefixes, such as
+        while a client's tools run; None: no longer than others.
+
+    Raises RequestError for a value out of range or not finite.
     """
 
     id: str
@@ -191,6 +203,30 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     score: bool = False
+    priority: int = 0
+    tenant: str = ""
+    adapter: str = ""
+    ttft_budget_s: float | None = None
+    pin_s: float | None = None
+
+    def __post_init__(self) -> None:
+        priority = _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        object.__setattr__(self, "priority", priority)
+        for name in ("tenant", "adapter"):
+            if not isinstance(getattr(self, name), str):
+                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a string")
+        if self.ttft_budget_s is not None:
+            budget = _number("ttft_budget_s", self.ttft_budget_s, 0.0, sys.float_info.max)
+            if budget == 0.0:
+                raise RequestError("ttft_budget_s is 0, in which no token comes; use None for ever")
+            object.__setattr__(self, "ttft_budget_s", budget)
+        if self.pin_s is not None:
+            object.__setattr__(self, "pin_s", _number("pin_s", self.pin_s, 0.0, MAX_PIN_S))
+
+    @property
+    def salt(self) -> tuple[str, str]:
+        """What separates the prefixes of one request from those of another."""
+        return self.adapter, self.tenant
 
     def validate(self, *, vocab_size: int, context_tokens: int) -> None:
         """Check what only the model can know. Raises RequestError."""
@@ -246,10 +282,17 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens read and tokens written, the one that ended the answer included."""
+    """Tokens read and tokens written, the one that ended the answer included.
+
+    cached_tokens: of the prompt, those that an earlier request had computed. diverged_at: how many
+    agreed with what is cached, before the first that didn't: there, something in the prompt keeps
+    changing. None where the whole prompt agreed, or nothing is shared.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
+    diverged_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +327,7 @@ class Piece:
 class TokenOut:
     """What the engine delivers: a token, the logits of a scored chunk, or the end of a request.
 
-    The last one of a request has `finish_reason` or `error` set, and `timings`.
+    The last one of a request has `finish_reason` or `error` set, and `timings` and `usage`.
     prompt_logits: float32 `[n, V]`, for a scored request only, in order of position.
     """
 
@@ -294,117 +337,9 @@ class TokenOut:
     prompt_logits: "np.ndarray | None" = None
     finish_reason: FinishReason | None = None
     timings: Timings | None = None
+    usage: Usage | None = None
     error: Exception | None = None
 
     @property
     def last(self) -> bool:
         return self.finish_reason is not None or self.error is not None
-
-
-@dataclass(eq=False, slots=True)
-class Sequence:
-    """A request while it runs. Owned by the engine thread; all per-request state is here.
-
-    ids: the tokens known so far, prompt first.
-    computed: how many of them have (or will have, once the submitted steps ran) keys and values
-        in the cache; a step moves it towards the total.
-    pending: tokens sampled by the step in flight and not read yet (0 or 1).
-    hot: ids of the hot pages, oldest first; hot[j] holds page number sealed + j.
-    sealed: number of pages sealed so far.
-    tables: per layer group, ids of its pool pages, oldest first: sealed ones, then those reserved
-        for hot pages that are about to be complete.
-    dropped: per layer group, how many sealed pages the window has left behind.
-    scored: positions whose logits were delivered; a scored request that starts over skips them.
-    counts: occurrences of each token, an array `[V]` on the device, for penalties only.
-    """
-
-    request: Request
-    ids: list[int]
-    seed: int
-    max_tokens: int
-    computed: int = 0
-    pending: int = 0
-    hot: list[int] = field(default_factory=list)
-    sealed: int = 0
-    tables: list[list[int]] = field(default_factory=list)
-    dropped: list[int] = field(default_factory=list)
-    scored: int = 0
-    counts: Any = None
-    finished: bool = False
-    submitted_s: float = 0.0
-    started_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-
-    @classmethod
-    def start(cls, request: Request, context_tokens: int, submitted_s: float) -> "Sequence":
-        """A sequence at its beginning; an answer ends where the context does."""
-        seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
-        room = context_tokens - len(request.prompt_ids)
-        wanted = request.params.max_tokens
-        return cls(
-            request=request,
-            ids=list(request.prompt_ids),
-            seed=seed,
-            max_tokens=room if wanted is None else min(wanted, room),
-            submitted_s=submitted_s,
-        )
-
-    def timings(self) -> Timings:
-        """How long it took so far."""
-        if self.first_token_s is None or self.started_s is None or self.last_token_s is None:
-            return Timings()
-        prompt = len(self.request.prompt_ids)
-        later = len(self.ids) - prompt - 1
-        prefill_s = self.first_token_s - self.started_s
-        decode_s = self.last_token_s - self.first_token_s
-        return Timings(
-            ttft_s=self.first_token_s - self.submitted_s,
-            prefill_tokens_per_s=prompt / prefill_s if prefill_s > 0 else None,
-            decode_tokens_per_s=later / decode_s if later > 0 and decode_s > 0 else None,
-        )
-
-    @property
-    def total(self) -> int:
-        """Tokens this request wants computed as things stand."""
-        return len(self.ids) + self.pending
-
-    @property
-    def accepted(self) -> int:
-        """Computed tokens that can no longer change: their ids are known."""
-        return min(self.computed, len(self.ids))
-
-    @property
-    def outputs(self) -> int:
-        """New tokens, counting the one in flight."""
-        return self.total - len(self.request.prompt_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens `start .. start + n` of a sequence; `samples`: and then the next one is drawn."""
-
-    seq: Sequence
-    start: int
-    n: int
-    samples: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Seal:
-    """A complete hot page and the page of each layer group's pool that it moves to."""
-
-    hot: int
-    pages: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: pages to seal first, then the chunks to compute, end to end, decode rows first."""
-
-    chunks: tuple[Chunk, ...]
-    seals: tuple[Seal, ...] = ()
-
-    @property
-    def tokens(self) -> int:
-        return sum(c.n for c in self.chunks)

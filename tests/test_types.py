@@ -106,6 +106,37 @@ def test_the_limits_themselves_are_allowed():
     scored.validate(vocab_size=100, context_tokens=20)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"priority": 101}, "priority is 101; it must be between -100 and 100"),
+        ({"priority": -101}, "priority is -101; it must be between -100 and 100"),
+        ({"priority": 0.5}, "priority is 0.5; it must be a whole number"),
+        ({"priority": True}, "priority is True; it must be a whole number"),
+        ({"tenant": None}, "tenant is None; it must be a string"),
+        ({"adapter": 3}, "adapter is 3; it must be a string"),
+        ({"ttft_budget_s": 0}, "ttft_budget_s is 0, in which no token comes; use None"),
+        ({"ttft_budget_s": -1.5}, "ttft_budget_s is -1.5"),
+        ({"ttft_budget_s": math.nan}, "ttft_budget_s is nan"),
+        ({"ttft_budget_s": math.inf}, "ttft_budget_s is inf"),
+        ({"ttft_budget_s": "1"}, "ttft_budget_s is '1'"),
+        ({"ttft_budget_s": True}, "ttft_budget_s is True"),
+    ],
+)
+def test_how_a_request_is_to_be_scheduled_is_checked(values, message):
+    with pytest.raises(RequestError, match=message):
+        Request(id="r", prompt_ids=(1,), params=SamplingParams(), **values)
+
+
+def test_a_request_is_scheduled_like_all_others_unless_told():
+    plain = Request(id="r", prompt_ids=(1,), params=SamplingParams())
+    assert (plain.priority, plain.tenant, plain.adapter, plain.ttft_budget_s) == (0, "", "", None)
+    values = {"priority": np.int64(-100), "tenant": "a", "adapter": "b", "ttft_budget_s": 2}
+    told = Request(id="r", prompt_ids=(1,), params=SamplingParams(), **values)
+    assert {name: getattr(told, name) for name in values} == values
+    assert type(told.priority) is int
+
+
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     def unknown(path):
         raise RuntimeError("Could not determine home directory.")

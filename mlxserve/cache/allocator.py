@@ -1,17 +1,28 @@
-"""Page ids of one pool: handed out lowest first, so that storage can grow as ids are needed."""
+"""Page ids of one pool, with counts of who holds them. No arrays.
+
+Ids are handed out lowest first, so that storage need reach only as far as pages are in use. A page
+that the tree of prefixes holds and nobody else is idle: it may be taken back, oldest first.
+"""
 
 import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 
 from mlxserve.errors import InvariantError
 
 
 class PageAllocator:
-    """Free and used page ids. Engine thread only."""
+    """Free, held and cached page ids. Engine thread only.
+
+    idle: cached pages that nobody holds, the one that was given back first at the front.
+    """
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
+        self.idle: OrderedDict[int, None] = OrderedDict()
         self._free = list(range(pages))
-        self._used: set[int] = set()
+        self._holders: dict[int, int] = {}
+        self._cached: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -19,29 +30,69 @@ class PageAllocator:
 
     @property
     def used(self) -> int:
-        return len(self._used)
+        return self.pages - len(self._free)
+
+    @property
+    def available(self) -> int:
+        """Pages that are free or may be taken back."""
+        return len(self._free) + len(self.idle)
 
     def take(self, n: int) -> list[int]:
-        """The n lowest free ids. The caller has checked `free`; raises InvariantError otherwise."""
+        """The n lowest free ids, held once. Raises InvariantError unless so many are `free`."""
         if n > self.free:
             raise InvariantError(f"{n} pages asked for, {self.free} of {self.pages} are free")
         ids = [heapq.heappop(self._free) for _ in range(n)]
-        self._used.update(ids)
+        self._holders.update(dict.fromkeys(ids, 1))
         return ids
 
-    def give(self, ids: list[int]) -> None:
-        """Take ids back. Raises InvariantError for an id that is not in use (a double free)."""
+    def share(self, page: int) -> None:
+        """One holder more, of a page that is held or cached."""
+        if page not in self._holders and page not in self._cached:
+            raise InvariantError(f"page {page} is shared, and nobody has it")
+        self._holders[page] = self._holders.get(page, 0) + 1
+        self.idle.pop(page, None)
+
+    def give(self, ids: Iterable[int]) -> None:
+        """One holder less of each. Raises InvariantError for a page that nobody holds."""
         for page in ids:
-            if page not in self._used:
+            if page not in self._holders:
                 raise InvariantError(f"page {page} was freed twice")
-            self._used.remove(page)
+            self._holders[page] -= 1
+            if not self._holders[page]:
+                del self._holders[page]
+                if page in self._cached:
+                    self.idle[page] = None
+                else:
+                    heapq.heappush(self._free, page)
+
+    def cache(self, page: int) -> None:
+        """The tree keeps a page that is held."""
+        if page not in self._holders or page in self._cached:
+            raise InvariantError(f"page {page} can't be cached: it isn't held, or is already")
+        self._cached.add(page)
+
+    def uncache(self, page: int) -> None:
+        """The tree lets go of a page; it is free unless somebody holds it."""
+        if page not in self._cached:
+            raise InvariantError(f"page {page} isn't cached")
+        self._cached.remove(page)
+        if page in self.idle:
+            del self.idle[page]
             heapq.heappush(self._free, page)
 
-    def check(self, owned: list[int]) -> None:
-        """Raise InvariantError unless `owned` are exactly the used ids, each once."""
-        if len(set(owned)) != len(owned):
-            raise InvariantError("a page has two owners")
-        if set(owned) != self._used or self.free + self.used != self.pages:
-            raise InvariantError(
-                f"{self.used} pages in use, {self.free} free, {len(owned)} owned, of {self.pages}"
-            )
+    def touch(self, page: int) -> None:
+        """An idle page was of use: it is taken back later than the others."""
+        if page in self.idle:
+            self.idle.move_to_end(page)
+
+    def check(self, held: Counter[int], cached: Counter[int]) -> None:
+        """Raise InvariantError unless pages are held and cached exactly as counted here."""
+        if any(n != 1 for n in cached.values()) or set(cached) != self._cached:
+            raise InvariantError(f"the tree has {len(cached)} pages, not {len(self._cached)}")
+        if dict(held) != self._holders:
+            wrong = {p for p in {*held, *self._holders} if held[p] != self._holders.get(p, 0)}
+            raise InvariantError(f"the holders of pages {sorted(wrong)} don't add up")
+        if set(self.idle) != self._cached - set(self._holders):
+            raise InvariantError("idle pages are not those that only the tree has")
+        if set(self._free) != set(range(self.pages)) - set(self._holders) - self._cached:
+            raise InvariantError("free pages are not those that nobody has")

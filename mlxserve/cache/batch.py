@@ -1,35 +1,45 @@
 """What a model sees of the cache in one step: positions, and `attend` per layer."""
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 
-from mlxserve.cache.spec import PAGE_TOKENS
+from mlxserve.cache.groups import LayerGroup
+from mlxserve.cache.spec import Latent
 from mlxserve.cache.storage import Storage
+from mlxserve.errors import InvariantError
 from mlxserve.kernels.attention import PagedRows, paged_attention
-from mlxserve.types import StepPlan
+from mlxserve.sequence import Chunk, StepPlan
 
 
 class BatchView:
     """One step's tokens over the cache. All indices are made once per step, here.
 
-    positions: int32 `[T]`, the rows of the plan end to end.
+    positions: int32 `[T]`, the rows of the plan end to end; spans: of each row, its first token and
+    how many there are.
     """
 
     def __init__(self, storage: Storage, plan: StepPlan) -> None:
         self._storage = storage
-        rows = np.array([(c.n, c.start, c.seq.sealed) for c in plan.chunks], np.int32)
-        n, start, sealed = rows.T
+        P = storage.page_tokens
+        n, start = np.array([(c.n, c.start) for c in plan.chunks], np.int32).T
         first = np.cumsum(n) - n
+        self.spans = tuple(zip(first.tolist(), n.tolist(), strict=True))
         of_token = np.repeat(np.arange(len(n)), n)
         positions = np.arange(len(of_token)) + (start - first)[of_token]
-        # Pages of the rows' own hot lists, end to end.
-        hot = [page for c in plan.chunks for page in c.seq.hot]
-        counts = np.array([len(c.seq.hot) for c in plan.chunks])
-        hot_at = np.cumsum(counts) - counts - sealed
-        page = np.array(hot, np.int32)[hot_at[of_token] + positions // PAGE_TOKENS]
+        # The chunks' hot pages, end to end.
+        hot = np.array([page for chunk in plan.chunks for page in chunk.hot], np.int32)
+        counts = np.array([len(chunk.hot) for chunk in plan.chunks])
+        hot_at = np.cumsum(counts) - counts - start // P
+        page = hot[hot_at[of_token] + positions // P]
         self.positions = mx.array(positions.astype(np.int32))
-        self._written = mx.array((page * PAGE_TOKENS + positions % PAGE_TOKENS).astype(np.int32))
-        self._rows = [_rows(plan, first, group) for group in range(len(storage.groups))]
+        self._written = mx.array((page * P + positions % P).astype(np.int32))
+        self._rows = [
+            _padded(*rows_of(plan.chunks, first.tolist(), index, group), P)
+            for index, group in enumerate(storage.groups)
+        ]
+        self._slots = mx.array([chunk.seq.slot for chunk in plan.chunks], mx.int32)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -41,17 +51,19 @@ class BatchView:
         """The cache of one layer in this step."""
         return LayerView(self, index)
 
-    def _attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array, **how) -> mx.array:
+    def _attend(self, layer: int, q: mx.array, k: mx.array, v: mx.array | None, **how) -> mx.array:
         storage = self._storage
         storage.write(layer, self._written, k, v)
-        group = storage.group_of[layer]
-        window = storage.groups[group].spec.window
+        index = storage.group_of[layer]
+        group = storage.groups[index]
         hot, pool = storage.hot[layer], storage.pool[layer]
-        return paged_attention(q, hot, pool, self._rows[group], window=window, **how)
+        return paged_attention(
+            q, hot, pool, self._rows[index], window=group.window, keep=group.keep, **how
+        )
 
 
 class LayerView:
-    """One layer's side of a step."""
+    """One layer's side of a step; see models.base.LayerView."""
 
     def __init__(self, view: BatchView, index: int) -> None:
         self._view = view
@@ -73,20 +85,60 @@ class LayerView:
         """
         return self._view._attend(self._index, q, k, v, scale=scale, sinks=sinks, softcap=softcap)
 
+    def attend_latent(self, q: mx.array, latent: mx.array, *, scale: float) -> mx.array:
+        """The same where keys and values are one vector per token.
 
-def _rows(plan: StepPlan, first: np.ndarray, group: int) -> PagedRows:
-    """Each row's sealed pages that this group still has, then its hot ones."""
+        q: `[T, Hq, rank + rope]`, latent: `[T, rank + rope]`. Returns `[T, Hq, rank]`.
+        """
+        match self._view._storage.specs[self._index]:
+            case Latent(rank=rank):
+                out = self._view._attend(self._index, q, latent[:, None], None, scale=scale)
+                return out[..., :rank]
+            case spec:
+                raise InvariantError(f"layer {self._index} keeps {spec}, and no latents")
+
+    def states(self) -> tuple[mx.array, ...]:
+        """A recurrent layer's states before the step, `[R, ...]` each: one for each span."""
+        return self._view._storage.read_states(self._index, self._view._slots)
+
+    def set_states(self, states: Sequence[mx.array]) -> None:
+        """And after it."""
+        self._view._storage.write_states(self._index, self._view._slots, states)
+
+
+def rows_of(
+    chunks: Sequence[Chunk], first: Sequence[int], index: int, group: LayerGroup
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """For each row the sealed pages that the group still has, then the hot ones: see PagedRows.
+
+    first: the chunks' first tokens. Where pages are packed, a query reads those before its own as
+    they are sealed, and its own as it was computed, whatever the step: rows end where pages do.
+    """
+    P = group.page_tokens
     table: list[tuple[int, ...]] = []
     pages: list[int] = []
-    for at, chunk in zip(first.tolist(), plan.chunks, strict=True):
+    for at, chunk in zip(first, chunks, strict=True):
         seq = chunk.seq
-        gone = seq.dropped[group]
-        sealed = seq.sealed - gone
-        end = -(-(chunk.start + chunk.n) // PAGE_TOKENS)
-        table.append((at, chunk.n, chunk.start, gone, sealed, len(pages)))
-        pages += seq.tables[group][:sealed]
-        pages += seq.hot[: end - seq.sealed]
-    # Filled up to a power of two, so that a longer text seldom means another shape of step.
+        kept, base = group.kept_pages, seq.dropped[index]
+        if base <= kept:
+            kept = base = 0
+        front, sealed = seq.tables[index][:kept], seq.tables[index][base : seq.sealed]
+        start, end = chunk.start, chunk.start + chunk.n
+        if not group.bits:
+            table.append((at, chunk.n, start, base, kept + len(sealed), len(pages), kept))
+            pages += front + sealed + seq.hot[: -(-end // P) - seq.sealed]
+            continue
+        while start < end:
+            own = start // P
+            n = min(end, (own + 1) * P) - start
+            table.append((at, n, start, base, kept + own - base, len(pages), kept))
+            pages += [*front, *sealed[: own - base], chunk.hot[own - chunk.start // P]]
+            at, start = at + n, start + n
+    return table, pages
+
+
+def _padded(table: list[tuple[int, ...]], pages: list[int], page_tokens: int) -> PagedRows:
+    """Filled up to a power of two, so that a longer text seldom means another shape of step."""
     padded = np.zeros(max(16, 1 << (len(pages) - 1).bit_length()), np.int32)
     padded[: len(pages)] = pages
-    return PagedRows(np.array(table, np.int32), padded)
+    return PagedRows(np.array(table, np.int32), padded, page_tokens)

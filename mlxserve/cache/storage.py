@@ -1,10 +1,11 @@
 """The arrays behind the pages. Engine thread only; nothing else may hold a reference to them.
 
 Per layer, K and V apart (one array for all layers would be copied on every write):
-    hot   [n_hot * P, Hk, D]    token-major, written by each step through one flat index
-    pool  [pages, Hk, P, D]     head-major, written once per page, when it is sealed
+    hot     [n_hot * P, Hk, D]    token-major, written by each step through one flat index
+    pool    [pages, Hk, P, D]     head-major, or packed; written once per page, when it is sealed
+    states  [slots, ...]          of recurrent layers, float32: live ones and snapshots
 A write reuses the buffer only while no one else holds it, so arrays are replaced here and nowhere
-else, one operation both seals and writes a layer, and a step's arrays are evaluated together with
+else, one operation both writes and seals a layer, and a step's arrays are evaluated together with
 its tokens. A recorded step is given all of them as its state, and writes the buffers as they are.
 """
 
@@ -14,11 +15,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxserve.cache.manager import LayerGroup
-from mlxserve.cache.spec import PAGE_TOKENS
+from mlxserve.cache.groups import LayerGroup
+from mlxserve.cache.spec import Latent, PagedSpec, State
 from mlxserve.kernels.append import append
-from mlxserve.kernels.pages import Pair, Pool, PoolPair, arrays_of, pool_of
-from mlxserve.types import Seal
+from mlxserve.kernels.pages import Pool, PoolSides, Sides, arrays_of, empty_pool, pool_of
+from mlxserve.sequence import NO_PAGE, StepPlan
 
 MIN_PAGES = 8
 
@@ -26,7 +27,7 @@ MIN_PAGES = 8
 class Storage:
     """Hot and pool arrays of every layer, in `dtype`. They start small and grow by doubling.
 
-    hot_pages, pool_pages: the most they may grow to; pool_pages is per group.
+    hot_pages, pool_pages, slots: the most they may grow to; pool_pages is per paged group.
     """
 
     def __init__(
@@ -36,86 +37,148 @@ class Storage:
         *,
         hot_pages: int,
         pool_pages: Sequence[int],
+        slots: int = 1,
     ) -> None:
-        self.groups = list(groups)
-        self.limits = [hot_pages, *pool_pages]
+        self.groups = [group for group in groups if group.paged]
+        self.page_tokens = groups[0].page_tokens
+        self.limits = [hot_pages, *pool_pages, slots]
         self.capacity = [min(MIN_PAGES, limit) for limit in self.limits]
         self.dtype = dtype
-        layers = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
-        self.group_of = [layers[layer] for layer in range(len(layers))]
+        self.specs = {layer: group.spec for group in groups for layer in group.layers}
+        self.group_of = {layer: i for i, g in enumerate(self.groups) for layer in g.layers}
         self.reset()
 
     def reset(self) -> None:
         """Empty arrays in place of the present ones."""
+        self.loads = False  # whether the step being built copies more than seals
         self._moves: dict[int, mx.array] = {}
         self._state: Any = None
-        self.hot: list[Pair] = []
-        self.pool: list[PoolPair] = []
-        for index in self.group_of:
-            spec = self.groups[index].spec
-            n_hot, n_pool = self.capacity[0] * PAGE_TOKENS, self.capacity[1 + index]
-            self.hot.append(_pair((n_hot, spec.heads, spec.dim), self.dtype))
-            self.pool.append(_pair((n_pool, spec.heads, PAGE_TOKENS, spec.dim), self.dtype))
+        self.hot: dict[int, Sides] = {}
+        self.pool: dict[int, PoolSides] = {}
+        self.states: dict[int, tuple[mx.array, ...]] = {}
+        for layer, spec in sorted(self.specs.items()):
+            if isinstance(spec, State):
+                shapes = [(self.capacity[-1], *shape) for shape in spec.shapes]
+                self.states[layer] = tuple(mx.zeros(shape, mx.float32) for shape in shapes)
+            else:
+                self._reset_layer(layer, spec)
         mx.eval(self.arrays())
         self._measure()
 
-    def seal(self, moves: Sequence[Seal]) -> None:
-        """Copy hot pages to their pool pages, lazily: each layer with its next write."""
-        if not moves:
-            return
-        by_group = [
-            mx.array([(move.hot, move.pages[group]) for move in moves], mx.int32)
-            for group in range(len(self.groups))
-        ]
-        self._moves = dict(enumerate(by_group[group] for group in self.group_of))
+    def _reset_layer(self, layer: int, spec: PagedSpec) -> None:
+        group = self.group_of[layer]
+        bits = self.groups[group].bits
+        hot = (self.capacity[0] * self.page_tokens, spec.heads, spec.dim)
+        pool = (self.capacity[1 + group], spec.heads, self.page_tokens, spec.dim)
+        sides = ("keys",) if isinstance(spec, Latent) else ("keys", "values")
+        self.hot[layer] = tuple(mx.zeros(hot, self.dtype) for _ in sides)
+        self.pool[layer] = tuple(
+            empty_pool(side, pool, self.dtype, getattr(bits, side)) for side in sides
+        )
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Begin a step's copies, lazily; its seals come with each layer's next write."""
+        self.loads = bool(plan.loads or plan.states)
+        for load in plan.loads:
+            self._load(load.pages, load.hot)
+        if plan.states:
+            source, to = (mx.array(slots, mx.int32) for slots in zip(*plan.states, strict=True))
+            for arrays in self.states.values():
+                for array in arrays:
+                    array[to] = array[source]
+        if plan.seals:
+            moves = []
+            for group in range(len(self.groups)):
+                pairs = [(seal.hot, seal.pages[group]) for seal in plan.seals]
+                written = [pair for pair in pairs if pair[1] != NO_PAGE]
+                moves.append(mx.array(written, mx.int32).reshape(-1, 2))
+            self._moves = {layer: moves[group] for layer, group in self.group_of.items()}
+
+    def _load(self, pages: Sequence[int], hot: int) -> None:
+        """A page of each group's pool, none of it packed, to a hot page."""
+        self._state = None
+        P = self.page_tokens
+        for layer, group in self.group_of.items():
+            for into, pool in zip(self.hot[layer], self.pool[layer], strict=True):
+                (page,) = arrays_of(pool)
+                into[hot * P : (hot + 1) * P] = page[pages[group]].swapaxes(0, 1)
 
     @property
     def moves(self) -> list[mx.array]:
         """Of pages that wait to be sealed: int32 `[n, 2]` for each group, or nothing."""
         if not self._moves:
             return []
-        first = [self.group_of.index(group) for group in range(len(self.groups))]
-        return [self._moves[layer] for layer in first]
+        return [self._moves[group.layers[0]] for group in self.groups]
 
-    def write(self, layer: int, index: mx.array, k: mx.array, v: mx.array) -> None:
-        """Put new tokens at flat hot positions. index: int32 `[T]`; k, v: `[T, Hk, D]`."""
+    def write(self, layer: int, index: mx.array, k: mx.array, v: mx.array | None) -> None:
+        """Put new tokens at flat hot positions, then seal. index: int32 `[T]`; k, v: `[T, Hk, D]`.
+
+        v: None where a layer keeps one vector for both.
+        """
         self._state = None
         moves = self._moves.pop(layer, None)
         hot, pool = self.hot[layer], self.pool[layer]
         self.hot[layer], self.pool[layer] = append(hot, pool, index, k, v, moves)
 
-    def short(self, hot: int, pools: Sequence[int]) -> bool:
-        """Whether so many pages need more than the present capacity."""
-        return any(n > have for n, have in zip((hot, *pools), self.capacity, strict=True))
+    def read_states(self, layer: int, slots: mx.array) -> tuple[mx.array, ...]:
+        """A recurrent layer's states, `[R, ...]` each. slots: int32 `[R]`."""
+        return tuple(array[slots] for array in self.states[layer])
 
-    def grow(self, hot: int, pools: Sequence[int]) -> None:
-        """Double until so many pages fit. Only between steps, when none is in flight.
+    def write_states(self, layer: int, slots: mx.array, states: Sequence[mx.array]) -> None:
+        """Put them back as they are after the step."""
+        self._state = None
+        for array, state in zip(self.states[layer], states, strict=True):
+            array[slots] = state.astype(array.dtype)
+
+    def put_pages(self, layer: int, targets: Sequence[int], sides: PoolSides) -> None:
+        """Write whole pages to the pool's, with no step under way; not those for NO_PAGE."""
+        self._state = None
+        runs = _runs(targets)
+        for pool, given in zip(self.pool[layer], sides, strict=True):
+            for into, array in zip(arrays_of(pool), arrays_of(given), strict=True):
+                for first, page, n in runs:
+                    into[page : page + n] = array[first : first + n]
+
+    def put_states(self, layer: int, slot: int, states: Sequence[mx.array]) -> None:
+        """Write one slot's states."""
+        if slot != NO_PAGE:
+            for array, state in zip(self.states[layer], states, strict=True):
+                array[slot] = state
+
+    def short(self, *needed: int) -> bool:
+        """Whether so many hot pages, pages of each group and slots need more than there are."""
+        return any(n > have for n, have in zip(needed, self.capacity, strict=True))
+
+    def grow(self, *needed: int) -> None:
+        """Double until so many fit. Only between steps, when none is in flight.
 
         Array by array, so that at most one of them is held twice.
         """
-        for index, needed in enumerate((hot, *pools)):
-            while self.capacity[index] < min(needed, self.limits[index]):
+        for index, n in enumerate(needed):
+            while self.capacity[index] < min(n, self.limits[index]):
                 self.capacity[index] = min(2 * self.capacity[index], self.limits[index])
         self._state = None
-        for layer, group in enumerate(self.group_of):
-            hot_k, hot_v = self.hot[layer]
-            n_hot, n_pool = self.capacity[0] * PAGE_TOKENS, self.capacity[1 + group]
-            self.hot[layer] = _grown(hot_k, n_hot), _grown(hot_v, n_hot)
-            pool_k, pool_v = self.pool[layer]
-            self.pool[layer] = _grown_pool(pool_k, n_pool), _grown_pool(pool_v, n_pool)
+        for layer, group in self.group_of.items():
+            n_hot, n_pool = self.capacity[0] * self.page_tokens, self.capacity[1 + group]
+            self.hot[layer] = tuple(_grown(side, n_hot) for side in self.hot[layer])
+            self.pool[layer] = tuple(_grown_pool(side, n_pool) for side in self.pool[layer])
+        for layer, arrays in self.states.items():
+            self.states[layer] = tuple(_grown(array, self.capacity[-1]) for array in arrays)
         self._measure()
 
     def arrays(self) -> list[mx.array]:
-        """All of them, layer by layer."""
-        sides = [side for pair in (*self.hot, *self.pool) for side in pair]
-        return [array for side in sides for array in arrays_of(side)]
+        """All of them."""
+        sides = [side for sides in (*self.hot.values(), *self.pool.values()) for side in sides]
+        states = [array for arrays in self.states.values() for array in arrays]
+        return [*(array for side in sides for array in arrays_of(side)), *states]
 
     def written(self) -> list[mx.array]:
         """Everything a step may have written, to evaluate with it."""
         for layer in list(self._moves):  # those that the step didn't write
-            hot_k = self.hot[layer][0]
-            none = mx.zeros((0, *hot_k.shape[1:]), hot_k.dtype)
-            self.write(layer, mx.zeros((0,), mx.int32), none, none)
+            hot = self.hot[layer]
+            none = mx.zeros((0, *hot[0].shape[1:]), hot[0].dtype)
+            index = mx.zeros((0,), mx.int32)
+            self.write(layer, index, none, none if len(hot) > 1 else None)
         return self.arrays()
 
     def state(self, kernels: ModuleType) -> Any:
@@ -129,13 +192,18 @@ class Storage:
         self.nbytes = sum(array.nbytes for array in self.arrays())
 
 
-def page_bytes(group: LayerGroup, itemsize: int) -> int:
-    """Bytes of one page over all layers of a group, keys and values."""
-    return 2 * len(group.layers) * group.spec.heads * group.spec.dim * PAGE_TOKENS * itemsize
-
-
-def _pair(shape: tuple[int, ...], dtype: mx.Dtype) -> Pair:
-    return mx.zeros(shape, dtype), mx.zeros(shape, dtype)
+def _runs(targets: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(index, page, n) where pages follow each other: copied in one go, not page by page."""
+    runs: list[tuple[int, int, int]] = []
+    for index, page in enumerate(targets):
+        if page == NO_PAGE:
+            continue
+        if runs and runs[-1][1] + runs[-1][2] == page and runs[-1][0] + runs[-1][2] == index:
+            first, start, n = runs.pop()
+            runs.append((first, start, n + 1))
+        else:
+            runs.append((index, page, 1))
+    return runs
 
 
 def _grown_pool(pool: Pool, pages: int) -> Pool:

@@ -6,23 +6,25 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlxserve import device
-from mlxserve.cache.manager import CacheManager, LayerGroup, group_layers, pages_in_window
+from mlxserve.cache.manager import CacheManager
 from mlxserve.cache.spec import PAGE_TOKENS
-from mlxserve.cache.storage import Storage, page_bytes
+from mlxserve.cache.storage import Storage
 from mlxserve.config import EngineConfig
+from mlxserve.engine import cache_plan
+from mlxserve.engine.meter import Meter
+from mlxserve.engine.queueing import WaitingQueue
 from mlxserve.engine.runner import InFlight, Runner
 from mlxserve.engine.scheduler import ChunkResult, Scheduler
-from mlxserve.errors import InvariantError, ModelError, RequestError
-from mlxserve.kernels import matmul
-from mlxserve.memory import CachePlan, GroupShape, device_limit_bytes, plan_cache
+from mlxserve.engine.trace import Trace
+from mlxserve.errors import CapacityError, InvariantError, ModelError, RequestError
 from mlxserve.models.base import Model
+from mlxserve.sequence import Sequence as Seq
 from mlxserve.types import Request, TokenOut
-from mlxserve.types import Sequence as Seq
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +36,26 @@ TokenQueue = queue.SimpleQueue[TokenOut]
 class EngineStats:
     """A snapshot: what runs and waits now, and what has been done since the start.
 
-    pages: sealed pages of the cache, over all layer groups; cache_bytes: what its arrays take now.
+    prefix_hits: ended requests that found something in the cache; cached_tokens: how much of their
+    prompts, in all. refused: requests that could not even wait. pages: sealed pages of the cache,
+    over all layer groups, of which sequences hold `pages_used`, and `pages_cached` are kept for
+    prompts that begin alike; cache_bytes: what the cache's arrays take now. busy_s: seconds with
+    steps under way; gap_s: of these, those in which the device waited for the next one.
     """
 
     running: int = 0
     waiting: int = 0
     steps: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefix_hits: int = 0
     completion_tokens: int = 0
     preemptions: int = 0
+    refused: int = 0
+    busy_s: float = 0.0
+    gap_s: float = 0.0
     pages_used: int = 0
+    pages_cached: int = 0
     pages: int = 0
     cache_bytes: int = 0
     peak_memory_bytes: int = 0
@@ -51,10 +63,14 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What callers may know without touching arrays: ids below vocab_size, tokens per sequence."""
+    """What callers may know without touching arrays: ids below vocab_size, tokens per sequence.
+
+    fingerprint: what the numbers in the cache depend on, beside the model.
+    """
 
     vocab_size: int
     context_tokens: int
+    fingerprint: dict[str, str]
 
 
 class Core:
@@ -65,27 +81,43 @@ class Core:
     """
 
     def __init__(
-        self, model: Model, config: EngineConfig, *, pool_pages: int | None = None
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        pool_pages: int | None = None,
+        page_tokens: int = PAGE_TOKENS,
     ) -> None:
-        groups = group_layers(model.layer_specs())
-        plan = plan_pages(
+        groups = cache_plan.cache_groups(model.layer_specs(), config, page_tokens)
+        dtype = cache_plan.cache_dtype(model.dtype, config)
+        plan = cache_plan.plan_pages(
             groups,
             config,
-            itemsize=model.dtype.size,
+            itemsize=dtype.size,
             context_tokens=model.context_tokens,
-            free_bytes=_free_bytes(config),
+            free_bytes=cache_plan.free_bytes(config),
         )
         pools = tuple(min(n, pool_pages or n) for n in plan.pool_pages)
-        pages: Any = {"hot_pages": plan.hot_pages, "pool_pages": pools}
-        self.storage = Storage(groups, model.dtype, **pages)
-        self.manager = CacheManager(groups, **pages)
-        self.scheduler = Scheduler(self.manager, config.max_batch, step_tokens(config))
+        sizes: Any = {"hot_pages": plan.hot_pages, "pool_pages": pools, "slots": plan.slots}
+        self.storage = Storage(groups, dtype, **sizes)
+        self.manager = CacheManager(groups, sharing=config.prefix_cache, **sizes)
+        self.scheduler = Scheduler(
+            self.manager,
+            config.max_batch,
+            cache_plan.step_tokens(config),
+            queue=WaitingQueue(config.policy, config.ageing_s),
+            max_queue=config.max_queue,
+            target_itl_s=config.target_itl_ms and config.target_itl_ms / 1000,
+        )
+        trace = None if config.trace is None else Trace(Path(config.trace))
+        self.meter = Meter(self.scheduler.pace, trace)
         self.runner = Runner(model, self.storage)
         self.in_flight: InFlight | None = None
         self.open: dict[str, tuple[Seq, TokenQueue]] = {}
         self.stats = EngineStats()
         context = min(model.context_tokens, self.manager.tokens_at_most())
-        self.info = EngineInfo(model.vocab_size, context)
+        fingerprint = cache_plan.fingerprint(groups, dtype)
+        self.info = EngineInfo(model.vocab_size, context, fingerprint)
 
     @property
     def busy(self) -> bool:
@@ -99,8 +131,12 @@ class Core:
                 out.put(TokenOut(request_id=request.id, error=error))
                 continue
             seq = Seq.start(request, self.info.context_tokens, at_s)
-            self.open[request.id] = (seq, out)
-            self.scheduler.add(seq)
+            try:
+                self.scheduler.add(seq)
+            except CapacityError as error:
+                out.put(TokenOut(request_id=request.id, error=error))
+            else:
+                self.open[request.id] = (seq, out)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests now; their pages are free at once."""
@@ -130,47 +166,74 @@ class Core:
         A step that makes new arrays of the cache starts after the last was read, or the cache would
         be copied: what is under way holds on to its arrays. One that writes it in place starts at
         once. Tokens are delivered after that, so that the device need not wait for the callers.
+
+        One with prompts takes long: the next isn't built before it is over, for whoever asks
+        meanwhile would have to wait for that one too.
         """
+        self.meter.begin()
+        if self.in_flight is not None and self.in_flight.plan.prompts:
+            self._finish()
+            return
         self._grow()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(time.perf_counter())
+        self.meter.phase("schedule")
         if plan is None and self.in_flight is None and self.scheduler.busy:
             raise InvariantError("requests are waiting and none can be scheduled")
         following = self.runner.build(plan, self.in_flight) if plan else None
+        self.meter.phase("build")
         if following is not None and following.in_place:
             self._submit(following)
-        results = self.in_flight.read() if self.in_flight is not None else []
-        now = time.perf_counter()
+        last, self.in_flight = self.in_flight, following
+        results, read_s = self._read(last) if last is not None else ([], 0.0)
         if following is not None and not following.in_place:
             self._submit(following)
-        last, self.in_flight = self.in_flight, following
         if last is not None:
-            self._deliver_step(last, results, now)
+            self._deliver_step(last, results, read_s)
+
+    def _read(self, step: InFlight) -> tuple[list[ChunkResult], float]:
+        """Wait for a step: its results, and when they were there."""
+        start_s = time.perf_counter()
+        results = step.read()
+        read_s = self.meter.phase("wait")
+        self.meter.step(step.plan, step.submitted_s, read_s - start_s, read_s)
+        return results, read_s
 
     def _submit(self, step: InFlight) -> None:
-        now = time.perf_counter()
+        step.submitted_s = time.perf_counter()
         for chunk in step.plan.chunks:
-            chunk.seq.started_s = chunk.seq.started_s or now
+            chunk.seq.started_s = chunk.seq.started_s or step.submitted_s
         step.submit()
 
     def check_integrity(self) -> None:
         """Raise InvariantError if pages or counts do not add up."""
         self.scheduler.check_integrity()
 
+    def settle(self) -> None:
+        """With nothing to compute, seal what the last requests left, so that it can be shared."""
+        self._finish()
+        self.meter.idle()
+        if self.manager.unsettled:
+            self._grow()
+            self.storage.prepare(self.manager.end_plan(()))
+            mx.eval(self.storage.written())
+            self.manager.begin_plan(())
+
     def _grow(self) -> None:
         """Enlarge the storage where the next step may need it, with no step under way."""
-        extra = self.scheduler.pages_at_most()
-        hot = min(self.manager.hot.used + extra, self.manager.hot.pages)
-        pools = [min(pool.used + extra, pool.pages) for pool in self.manager.pools]
-        if self.storage.short(hot, pools):
+        pages, rows = self.scheduler.pages_at_most()
+        stores = (self.manager.hot, *self.manager.pools)
+        needed = [min(store.used + pages, store.pages) for store in stores]
+        needed.append(min(self.manager.states.used + 2 * rows, self.manager.states.pages))
+        if self.storage.short(*needed):
             self._finish()
-            self.storage.grow(hot, pools)
+            self.storage.grow(*needed)
+            self.meter.idle()
 
     def _finish(self) -> None:
         """Read the step under way and deliver its tokens."""
         if self.in_flight is not None:
-            results = self.in_flight.read()
             step, self.in_flight = self.in_flight, None
-            self._deliver_step(step, results, time.perf_counter())
+            self._deliver_step(step, *self._read(step))
 
     def _deliver_step(self, step: InFlight, results: list[ChunkResult], now: float) -> None:
         """Commit what was computed and hand out its tokens; `now`: when they were read."""
@@ -182,12 +245,13 @@ class Core:
         for out in outs:
             self._deliver(out)
         self._count(sum(out.token_id is not None for out in outs))
+        self.meter.phase("commit")
 
     def _deliver(self, out: TokenOut) -> None:
         seq, target = self.open[out.request_id]
         if out.last:
             del self.open[out.request_id]
-            out = replace(out, timings=seq.timings())
+            out = replace(out, timings=seq.timings(), usage=seq.usage())
         target.put(out)
 
     def _fail_running(self, error: Exception) -> None:
@@ -200,66 +264,32 @@ class Core:
             reason = ModelError(f"the step failed: {type(error).__name__}: {error}")
             reason.__cause__ = error
             self._deliver(TokenOut(request_id=seq.request.id, error=reason))
+        for seq in self.scheduler.waiting:
+            self.manager.release(seq)
+        self.manager.reset()
         self.storage.reset()
         self._count(0)
 
     def _count(self, tokens: int) -> None:
+        counts, pools = self.scheduler.counts, self.manager.pools
+        idle = sum(len(pool.idle) for pool in pools)
+        used = sum(pool.used for pool in pools) - idle
+        self.meter.load(len(self.scheduler.running), len(self.scheduler.waiting), used)
         self.stats = EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
             steps=self.stats.steps + 1,
-            prompt_tokens=self.scheduler.prompt_tokens,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            prefix_hits=counts.prefix_hits,
             completion_tokens=self.stats.completion_tokens + tokens,
-            preemptions=self.scheduler.preemptions,
-            pages_used=sum(pool.used for pool in self.manager.pools),
-            pages=sum(pool.pages for pool in self.manager.pools),
+            preemptions=counts.preemptions,
+            refused=counts.refused,
+            busy_s=self.meter.busy_s,
+            gap_s=self.meter.gap_s,
+            pages_used=used,
+            pages_cached=idle,
+            pages=sum(pool.pages for pool in pools),
             cache_bytes=self.storage.nbytes,
             peak_memory_bytes=mx.get_peak_memory(),
         )
-
-
-def step_tokens(config: EngineConfig) -> int:
-    """Tokens in a step: enough to fill the device, and no more than it does in a few seconds.
-
-    Ctrl-C waits for the step under way. The native CPU kernels reach their full speed at 128 rows;
-    MLX's own matmul on CPU computes about ten tokens of a 135M model per second.
-    """
-    default = {"packed": 512, "panels": 128, "float32": 32}[matmul.form()]
-    return config.max_batched_tokens or max(default, config.max_batch)
-
-
-def plan_pages(
-    groups: Sequence[LayerGroup],
-    config: EngineConfig,
-    *,
-    itemsize: int,
-    context_tokens: int,
-    free_bytes: int,
-) -> CachePlan:
-    """How many pages the cache may grow to. itemsize: bytes of a key's or value's number.
-
-    context_tokens: the model's own limit. free_bytes: what the weights leave. Raises CapacityError.
-    """
-    return plan_cache(
-        [
-            GroupShape(
-                page_bytes(group, itemsize),
-                pages_in_window(group.spec.window),
-                # Keys and values are gathered, then put in order: twice what they take.
-                scratch_bytes=2 * page_bytes(group, itemsize) // len(group.layers),
-            )
-            for group in groups
-        ],
-        free_bytes=free_bytes,
-        max_batch=config.max_batch,
-        max_batched_tokens=step_tokens(config),
-        context_tokens=context_tokens,
-        page_tokens=PAGE_TOKENS,
-    )
-
-
-def _free_bytes(config: EngineConfig) -> int:
-    """What the cache may take, once the weights are there."""
-    if config.memory_limit_bytes is None and not device.has_metal():
-        return device_limit_bytes()  # what is available now: the weights are taken off already
-    return (config.memory_limit_bytes or device_limit_bytes()) - mx.get_active_memory()

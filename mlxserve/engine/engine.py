@@ -19,18 +19,21 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from mlxserve import device
 from mlxserve.config import EngineConfig
 from mlxserve.engine.core import Core, EngineInfo, EngineStats, TokenQueue
-from mlxserve.errors import EngineDead
+from mlxserve.errors import EngineDead, InvariantError
 from mlxserve.models.base import Model
+from mlxserve.sequence import Sequence as Seq
 from mlxserve.types import Request, TokenOut
-from mlxserve.types import Sequence as Seq
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,14 @@ class _Submit:
 @dataclass(frozen=True, slots=True)
 class _Abort:
     request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Something to do between two steps, and where its outcome goes."""
+
+    work: Callable[[Core], Any]
+    out: "queue.SimpleQueue[tuple[Any, BaseException | None]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +78,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.stats = EngineStats()
-        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Call | _Stop] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._closed = False
         self._failure: BaseException | None = None
@@ -118,6 +129,21 @@ class Engine:
         """End requests at the next step and free their pages; those already over are left alone."""
         self._inbox.put(_Abort(tuple(request_ids)))
 
+    def call(self, work: Callable[[Core], T]) -> T:
+        """Do something on the engine's thread, with no step under way, and wait for it.
+
+        Raises what it raises, and EngineDead if the engine has stopped.
+        """
+        out: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        with self._door:
+            if self._closed:
+                raise self._dead()
+            self._inbox.put(_Call(work, out))
+        result, error = out.get()
+        if error is not None:
+            raise error
+        return result
+
     def close(self) -> None:
         """Stop the thread and give its memory back. Running requests end with EngineDead."""
         self._inbox.put(_Stop())
@@ -166,6 +192,7 @@ class Engine:
     def _loop(self, core: Core) -> None:
         while True:
             if not core.busy:
+                core.settle()
                 core.check_integrity()
                 self.stats = core.stats
             while not core.busy or not self._inbox.empty():
@@ -174,7 +201,10 @@ class Engine:
                         core.admit(requests, out, at_s)
                     case _Abort(request_ids):
                         core.abort(request_ids)
+                    case _Call(work, out):
+                        _do(core, work, out)
                     case _Stop():
+                        core.meter.close()
                         return
             core.advance()
             self.stats = core.stats
@@ -189,8 +219,21 @@ class Engine:
             match self._inbox.get():
                 case _Submit(requests, out, _):
                     waiting |= {request.id: out for request in requests}
+                case _Call(_, out):
+                    out.put((None, self._dead()))
         for request_id, out in waiting.items():
             out.put(TokenOut(request_id=request_id, error=self._dead()))
+
+
+def _do(core: Core, work: Callable[[Core], Any], out: queue.SimpleQueue) -> None:
+    """Do a caller's work and tell him the outcome; a bug of ours also ends the engine."""
+    try:
+        core.settle()
+        out.put((work(core), None))
+    except BaseException as error:
+        out.put((None, error))
+        if isinstance(error, InvariantError):
+            raise
 
 
 def release_thread() -> None:

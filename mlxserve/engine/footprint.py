@@ -10,11 +10,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from mlxserve.cache.manager import group_layers, pages_in_window
-from mlxserve.cache.spec import PAGE_TOKENS
-from mlxserve.cache.storage import page_bytes
+from mlxserve.cache.spec import PAGE_TOKENS, State, page_bytes, state_bytes
 from mlxserve.config import EngineConfig
-from mlxserve.engine.core import plan_pages
+from mlxserve.engine.cache_plan import STATE_ITEMSIZE, cache_groups, plan_pages
 from mlxserve.errors import CapacityError
 from mlxserve.kernels.matmul import Form
 from mlxserve.kernels.native import usable_cores
@@ -93,10 +91,15 @@ def footprint(
     model = registry.build(config)
     wanted = min(context_tokens, model.context_tokens)
     itemsize = 2 if metal and not is_float32(config) else 4
-    groups = group_layers(model.layer_specs())
+    groups = cache_groups(model.layer_specs(), engine)
     pages = -(-wanted // PAGE_TOKENS)
     used = sum(
-        page_bytes(g, itemsize) * min(pages, pages_in_window(g.spec.window) or pages)
+        len(g.layers)
+        * (
+            state_bytes(g.spec, STATE_ITEMSIZE)
+            if isinstance(g.spec, State)
+            else page_bytes(g.spec, itemsize, g.bits) * _at_most(pages, g.pages_at_most)
+        )
         for g in groups
     )
     try:
@@ -109,9 +112,14 @@ def footprint(
         )
     except CapacityError:
         return Footprint(weight_bytes, used, wanted, 0)
-    full = [n for n, g in zip(plan.pool_pages, groups, strict=True) if g.spec.window is None]
+    paged = [g for g in groups if g.paged]
+    full = [n for n, g in zip(plan.pool_pages, paged, strict=True) if g.window is None]
     room = min([n * PAGE_TOKENS for n in full] + [model.context_tokens])
     return Footprint(weight_bytes, used, wanted, room)
+
+
+def _at_most(pages: int, bound: int | None) -> int:
+    return pages if bound is None else min(pages, bound)
 
 
 def loaded_bytes(

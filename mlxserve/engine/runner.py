@@ -12,7 +12,8 @@ from mlxserve.engine.sampling import logprobs, sample
 from mlxserve.engine.scheduler import ChunkResult
 from mlxserve.kernels import select
 from mlxserve.models.base import Model
-from mlxserve.types import Chunk, Logprob, StepPlan
+from mlxserve.sequence import Chunk, StepPlan
+from mlxserve.types import Logprob
 
 LOGITS_BLOCK_BYTES = 64 << 20
 NOT_FINITE = (
@@ -26,6 +27,7 @@ class InFlight:
 
     def __init__(self, plan: StepPlan, forward: Forward, storage: Storage, ids: mx.array) -> None:
         self.plan = plan
+        self.submitted_s = 0.0
         self._forward = forward
         self._storage = storage
         self.sampled: list[Chunk] = []
@@ -132,8 +134,8 @@ class Runner:
         self._forward = Forward(model, storage)
 
     def build(self, plan: StepPlan, previous: InFlight | None) -> InFlight:
-        """Seal, then build one step lazily on top of `previous`, whose tokens are not read yet."""
-        self.storage.seal(plan.seals)
+        """Build one step lazily on top of `previous`, whose tokens are not read yet."""
+        self.storage.prepare(plan)
         return InFlight(plan, self._forward, self.storage, _input_ids(plan, previous))
 
 

@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxserve.kernels import select
-from mlxserve.types import SamplingParams, Sequence
+from mlxserve.sequence import Sequence
+from mlxserve.types import SamplingParams
 
 
 def sample(logits: mx.array, seqs: Seq[Sequence], best: mx.array) -> mx.array:

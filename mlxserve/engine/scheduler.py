@@ -2,25 +2,28 @@
 
 There is no prefill or decode phase. Every sequence has a count of tokens it wants computed and a
 count already computed, and a step moves the second towards the first, within a budget of tokens:
-first the rows that need one token, so that running answers never wait, then prompts in chunks,
-oldest first.
+each row that needs one token has it, so that running answers never wait, and what is left goes to
+prompts in chunks, the shortest first.
 """
 
-from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from mlxserve.cache.manager import CacheManager
-from mlxserve.cache.spec import PAGE_TOKENS
-from mlxserve.errors import ModelError
-from mlxserve.types import Chunk, FinishReason, Logprob, Sequence, StepPlan, TokenOut
+from mlxserve.engine.pace import Pace
+from mlxserve.engine.queueing import WaitingQueue
+from mlxserve.errors import CapacityError, ModelError
+from mlxserve.sequence import Chunk, Sequence, StepPlan
+from mlxserve.types import FinishReason, Logprob, TokenOut
 
 if TYPE_CHECKING:
     import numpy as np
 
 SCORE_CHUNK_TOKENS = 128
+OLDEST_SHARE = 4  # one part in so many of a step's prompt tokens is the oldest prompt's
+MIN_CHUNK_TOKENS = 32  # of prompts in a step, however slow it makes the answers under way
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,53 +39,146 @@ class ChunkResult:
     failure: str | None = None
 
 
+@dataclass(slots=True)
+class Counts:
+    """What the scheduler has seen since the start.
+
+    prefix_hits: prompts of which something was found in the cache; cached_tokens: how much, in all.
+    """
+
+    prompts: int = 0
+    prompt_tokens: int = 0
+    prefix_hits: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    refused: int = 0
+
+
 class Scheduler:
     """Waiting and running sequences. Engine thread only.
 
-    max_batch: sequences that run at once; max_batched_tokens: tokens of one step, over all of them.
+    max_batch: sequences that run at once; max_batched_tokens: tokens of one step, over all of them;
+    max_queue: sequences that may wait; target_itl_s: how long a step with answers under way should
+    take at most, None for as long as a full one does.
     """
 
-    def __init__(self, manager: CacheManager, max_batch: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        manager: CacheManager,
+        max_batch: int,
+        max_batched_tokens: int,
+        *,
+        queue: WaitingQueue | None = None,
+        max_queue: int = 1024,
+        target_itl_s: float | None = None,
+    ) -> None:
         self.manager = manager
         self.max_batch = max_batch
         self.max_batched_tokens = max_batched_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.max_queue = max_queue
+        self.target_itl_s = target_itl_s
+        self.waiting = queue or WaitingQueue()
         self.running: list[Sequence] = []
-        self.preemptions = 0
-        self.prompt_tokens = 0
+        self.pace = Pace()
+        self.counts = Counts()
+        self._now_s = 0.0
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(len(self.waiting) or self.running)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence behind those already waiting."""
-        self.waiting.append(seq)
-        self.prompt_tokens += len(seq.request.prompt_ids)
+        """Queue a sequence behind those already waiting.
+
+        Raises CapacityError, and forgets it, if too many wait, or if its first token can't be there
+        in the time that the request gives it.
+        """
+        if len(self.waiting) >= self.max_queue:
+            self.counts.refused += 1
+            raise CapacityError(
+                f"{len(self.waiting)} requests wait already, the most that may; try again later"
+            )
+        budget_s = seq.request.ttft_budget_s
+        if budget_s is not None:
+            self._check_budget(seq, budget_s)
+        self.waiting.add(seq)
+        self.counts.prompts += 1
+        self.counts.prompt_tokens += len(seq.request.prompt_ids)
+
+    def _check_budget(self, seq: Sequence, budget_s: float) -> None:
+        queued = sum(max(s.total - s.computed, 0) for s in (*self.running, *self.waiting))
+        own = seq.total - self.manager.cached_tokens(seq)
+        expected_s = self.pace.ttft_s(queued, own)
+        if expected_s is not None and expected_s > budget_s:
+            self.counts.refused += 1
+            raise CapacityError(
+                f"the first token would take about {expected_s:.1f} s, and the request allows "
+                f"{budget_s:g} s; try again later, or allow more"
+            )
 
     def abort(self, seq: Sequence) -> None:
         """Forget a sequence that runs or waits, and free its pages."""
         self._retire(seq)
 
-    def schedule(self) -> StepPlan | None:
-        """Choose the next step and take its pages. None if there is nothing to compute."""
-        seals = self.manager.seal(self.running)
-        planned: dict[int, Chunk] = {}
-        budget = self.max_batched_tokens
-        # sorted() is stable: decode rows first, each kind oldest first.
-        for seq in sorted(self.running, key=lambda seq: self._wanted(seq) != 1):
-            budget -= self._plan(seq, budget, planned)
-        while budget > 0 and self._may_admit():
-            seq = self.waiting.popleft()
-            self.running.append(seq)
-            budget -= self._plan(seq, budget, planned)
-            if seq not in self.running:  # there was no room for it after all
-                break
-        chunks = tuple(planned.values())
+    def schedule(self, now_s: float = 0.0) -> StepPlan | None:
+        """Choose the next step and take its pages. None if there is nothing to compute.
+
+        now_s: on the clock of `Sequence.submitted_s`.
+        """
+        self._now_s = now_s
+        self.manager.begin_plan(self.running, now_s)
+        self._admit()
+        for seq in self.running:
+            if seq.computed < len(seq.request.prompt_ids):
+                self.manager.match(seq)
+        shares = self._shares()
+        chunks: list[Chunk] = []
+        for seq in list(self.running):  # the oldest first: none that is planned gets preempted
+            if chunk := self._plan(seq, shares.get(id(seq), 0)):
+                chunks.append(chunk)
+        if not chunks:
+            return None
         for chunk in chunks:
-            chunk.seq.computed += chunk.n
             chunk.seq.pending += chunk.samples
-        return StepPlan(chunks, seals) if chunks else None
+            self.waiting.served(chunk.seq.request.tenant, chunk.n)
+        # Decode rows first, each kind oldest first; a list is sorted stably.
+        chunks.sort(key=lambda chunk: chunk.n > 1)
+        return self.manager.end_plan(chunks)
+
+    def _admit(self) -> None:
+        """Start what waits, in the queue's order, while there is room for all its tokens."""
+        while len(self.running) < self.max_batch:
+            seq = self.waiting.head(self._now_s, self.manager.cached_tokens)
+            if seq is None or (self.running and not self.manager.has_room(seq, self.running)):
+                return
+            self.waiting.start(seq, self._now_s)
+            self.running.append(seq)
+
+    def _shares(self) -> dict[int, int]:
+        """How many tokens of the step each running sequence gets, by its id().
+
+        One for each that needs one. Of the rest, the oldest prompt has a part for sure, and then
+        the shortest come first: who asks little shouldn't wait for who asks much.
+        """
+        wanted = {id(seq): self._wanted(seq) for seq in self.running}
+        shares = {key: 1 for key, n in wanted.items() if n == 1}
+        left = self._prompt_budget(len(shares))
+        prompts = [seq for seq in self.running if wanted[id(seq)] > 1]
+        for seq in prompts[:1]:
+            shares[id(seq)] = min(wanted[id(seq)], -(-left // OLDEST_SHARE))
+            left -= shares[id(seq)]
+        for seq in sorted(prompts, key=lambda seq: (seq.request.priority, wanted[id(seq)])):
+            n = min(wanted[id(seq)] - shares.get(id(seq), 0), left)
+            shares[id(seq)] = shares.get(id(seq), 0) + n
+            left -= n
+        return shares
+
+    def _prompt_budget(self, rows: int) -> int:
+        most = self.max_batched_tokens - rows
+        if self.target_itl_s is None or not rows:
+            return most
+        low = min(MIN_CHUNK_TOKENS, most)
+        return self.pace.chunk_tokens(self.target_itl_s, rows, low, most) if low > 0 else 0
 
     def commit(self, plan: StepPlan, results: Seq[ChunkResult]) -> list[TokenOut]:
         """Take a finished step's tokens in; end the requests that are complete."""
@@ -137,18 +233,18 @@ class Scheduler:
         """Raise InvariantError if pages or counts do not add up."""
         self.manager.check_integrity([*self.running, *self.waiting])
 
-    def pages_at_most(self) -> int:
-        """Pages of any one kind that the next step may take, so that storage can grow before it."""
-        seqs = min(len(self.running) + len(self.waiting), self.max_batch)
-        queue = [*self.running, *islice(self.waiting, seqs)]
-        tokens = min(sum(map(self._wanted, queue)), self.max_batched_tokens)
-        return seqs + tokens // PAGE_TOKENS
+    def pages_at_most(self) -> tuple[int, int]:
+        """Pages of any one kind that the next step may take, and rows that it may have.
 
-    def _may_admit(self) -> bool:
-        """Whether the first in the queue has room for all its tokens, lest it start in vain."""
-        if not self.waiting or len(self.running) >= self.max_batch:
-            return False
-        return not self.running or self.manager.has_room(self.waiting[0].total)
+        So that storage can grow before it.
+        """
+        seqs = min(len(self.running) + len(self.waiting), self.max_batch)
+        wanted = sum(map(self._wanted, self.running))
+        for seq in islice(self.waiting, seqs):
+            wanted += self._wanted(seq)
+        if len(self.waiting) > seqs:  # whichever of them start
+            wanted = self.max_batched_tokens
+        return 2 * seqs + min(wanted, self.max_batched_tokens) // self.manager.page_tokens, seqs
 
     def _wanted(self, seq: Sequence) -> int:
         """Tokens left to compute; the last new token of an answer is never computed."""
@@ -156,39 +252,52 @@ class Scheduler:
             return 0
         return seq.total - seq.computed
 
-    def _plan(self, seq: Sequence, budget: int, planned: dict[int, Chunk]) -> int:
-        """Plan what fits of one sequence. Returns the change to the tokens planned."""
+    def _plan(self, seq: Sequence, n: int) -> Chunk | None:
+        """The next n tokens of a sequence, with their pages; None if there is no room."""
         if seq not in self.running:  # preempted for an older one, a moment ago
-            return 0
+            return None
         wanted = self._wanted(seq)
-        n = min(wanted, budget)
         if seq.request.score:
             n = min(n, SCORE_CHUNK_TOKENS)
+        if self.manager.recurrent:
+            n = self._to_border(seq.computed, n)
         if n <= 0:
-            return 0
-        spent = n
+            return None
         while not self.manager.reserve(seq, n):
             victim = self.running[-1]
-            dropped = planned.pop(id(victim), None)
-            spent -= dropped.n if dropped else 0
             self._preempt(victim)
             if victim is seq:
-                return spent - n
+                return None
+        hot = tuple(seq.hot[seq.computed // self.manager.page_tokens - seq.sealed :])
         samples = n == wanted and not seq.request.score
-        planned[id(seq)] = Chunk(seq, seq.computed, n, samples)
-        return spent
+        chunk = Chunk(seq, seq.computed, n, samples, hot)
+        seq.computed += n
+        self.manager.seal(seq)
+        return chunk
+
+    def _to_border(self, start: int, n: int) -> int:
+        """Fewer tokens, if so many cross the end of a page: there, a snapshot can be taken."""
+        border = (start + n) // self.manager.page_tokens * self.manager.page_tokens
+        return border - start if border > start else n
 
     def _preempt(self, seq: Sequence) -> None:
         """Take a sequence's pages; it starts again from its known tokens when there is room."""
-        self.preemptions += 1
+        self.counts.preemptions += 1
         self.running.remove(seq)
         self.manager.release(seq)
-        self.waiting.appendleft(seq)
+        seq.preempted = True
+        self.waiting.add_front(seq)
 
     def _retire(self, seq: Sequence) -> None:
         seq.finished = True
-        self.manager.release(seq)
+        self.counts.cached_tokens += seq.cached
+        self.counts.prefix_hits += seq.cached > 0
+        computed = seq.accepted
+        self.manager.release(seq, keep_tail=True)
         if seq in self.running:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
+        if seq.request.pin_s is not None:
+            until_s = self._now_s + seq.request.pin_s
+            self.manager.pin(seq.request.id, seq.request.salt, seq.ids[:computed], until_s)

@@ -235,7 +235,7 @@ def test_decoding_writes_the_cache_in_place():
     """A large cache and a short text: if a step held on to a layer's pages, a copy would show."""
     tiny = tiny_llama(num_key_value_heads=4, head_dim=64, **LONG)
     core = Core(load_model(tiny.config, dict(tiny.weights)), EngineConfig(max_batch=4))
-    core.storage.grow(core.manager.hot.pages, [128])
+    core.storage.grow(core.manager.hot.pages, 128, 1)
     core.admit([request(prompt(40), max_tokens=None)], queue.SimpleQueue(), 0.0)
     core.advance()
     layer = core.storage.pool[0][0].nbytes
@@ -257,7 +257,7 @@ def test_a_long_prompt_writes_the_cache_in_place():
     tiny = tiny_llama(num_key_value_heads=4, head_dim=64, **LONG)
     model = load_model(tiny.config, dict(tiny.weights))
     core = Core(model, EngineConfig(max_batch=4, max_batched_tokens=32))
-    core.storage.grow(core.manager.hot.pages, [128])
+    core.storage.grow(core.manager.hot.pages, 128, 1)
     core.admit([request(prompt(1500), max_tokens=1)], queue.SimpleQueue(), 0.0)
     core.advance()
     layer = core.storage.pool[0][0].nbytes
@@ -299,7 +299,7 @@ def test_storage_grows_with_the_text_and_no_token_changes():
     for roomy in (False, True):
         core = Core(load_model(tiny.config, dict(tiny.weights)), EngineConfig(max_batch=4))
         if roomy:
-            core.storage.grow(core.manager.hot.pages, [core.manager.pools[0].pages])
+            core.storage.grow(core.manager.hot.pages, core.manager.pools[0].pages, 1)
         sizes.append(core.storage.nbytes)
         out = queue.SimpleQueue()
         core.admit([asked], out, 0.0)
@@ -358,7 +358,7 @@ def test_a_failed_step_leaves_those_it_had_just_preempted_unharmed():
         core = Core(failing, EngineConfig(max_batch=4), pool_pages=8)
         out = queue.SimpleQueue()
         core.admit(rows, out, 0.0)
-        while core.busy and not (attempt == 0 and core.scheduler.preemptions):
+        while core.busy and not (attempt == 0 and core.scheduler.counts.preemptions):
             core.advance()
         preempting = failing.calls
     got = {r.id: [] for r in rows}

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from mlxserve.engine.sampling import logprobs, sample
-from mlxserve.types import Request, SamplingParams, Sequence
+from mlxserve.sequence import Sequence
+from mlxserve.types import Request, SamplingParams
 
 V = 50
 

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from mlxserve.cache.spec import LayerSpec
+from mlxserve.cache.spec import LayerSpec, State
 
 
 class DenseView:
@@ -11,9 +11,11 @@ class DenseView:
     def __init__(self, specs: list[LayerSpec]) -> None:
         self._layers = [DenseLayer(self, spec) for spec in specs]
         self.positions = mx.zeros((0,), dtype=mx.int32)
+        self.spans: tuple[tuple[int, int], ...] = ()
         self.total = 0
 
     def advance(self, tokens: int) -> "DenseView":
+        self.spans = ((0, tokens),)
         self.positions = mx.arange(self.total, self.total + tokens, dtype=mx.int32)
         self.total += tokens
         return self
@@ -28,10 +30,13 @@ class DenseLayer:
         self._spec = spec
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
+        shapes = spec.shapes if isinstance(spec, State) else ()
+        self._states = [mx.zeros((1, *shape)) for shape in shapes]
 
     def attend(self, q, k, v, *, scale, sinks=None, softcap=None):
         spec, T = self._spec, q.shape[0]
-        assert k.shape == v.shape == (T, spec.heads, spec.dim)
+        assert k.shape == (T, spec.heads, spec.dim)
+        assert v.shape[:2] == k.shape[:2]
         assert q.shape[2] == spec.dim
         assert q.shape[1] % spec.heads == 0
         self._keys.append(k)
@@ -48,7 +53,7 @@ class DenseLayer:
         row, column = self._view.positions[:, None], mx.arange(self._view.total)[None]
         visible = column <= row
         if spec.window is not None:
-            visible = visible & (column > row - spec.window)
+            visible = visible & ((column > row - spec.window) | (column < spec.keep))
         scores = mx.where(visible, scores, -mx.inf)
         top = scores.max(axis=-1, keepdims=True)
         weights = mx.exp(scores - top)
@@ -56,6 +61,16 @@ class DenseLayer:
         if sinks is not None:
             total = total + mx.exp(sinks.reshape(-1, 1, 1) - top)
         return ((weights / total) @ values).transpose(1, 0, 2).astype(q.dtype)
+
+    def attend_latent(self, q, latent, *, scale):
+        keys = latent[:, None]
+        return self.attend(q, keys, keys[..., : self._spec.rank], scale=scale)
+
+    def states(self):
+        return tuple(self._states)
+
+    def set_states(self, states):
+        self._states = list(states)
 
 
 def run_dense(model, ids, chunks: tuple[int, ...] | None = None) -> mx.array:

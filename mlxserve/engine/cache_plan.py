@@ -1,0 +1,109 @@
+"""From a model's layers, the settings and the memory there is to the shape of the cache."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlxserve import config as settings
+from mlxserve import device
+from mlxserve.cache.groups import LayerGroup, group_layers, rotating
+from mlxserve.cache.spec import PAGE_TOKENS, KVBits, LayerSpec, State, page_bytes, state_bytes
+from mlxserve.config import EngineConfig
+from mlxserve.kernels import matmul, registry
+from mlxserve.memory import CachePlan, GroupShape, device_limit_bytes, plan_cache
+
+STATE_ITEMSIZE = 4  # recurrent states are float32, whatever the model's dtype
+
+
+def cache_specs(specs: Sequence[LayerSpec], config: EngineConfig) -> list[LayerSpec]:
+    """What the layers keep under these settings. Raises RequestError for a layer that can't."""
+    if config.max_kv_size is None:
+        return list(specs)
+    return rotating(specs, config.max_kv_size, config.keep)
+
+
+def cache_groups(
+    specs: Sequence[LayerSpec], config: EngineConfig, page_tokens: int = PAGE_TOKENS
+) -> list[LayerGroup]:
+    """The same, in groups, with the form of their pages. Raises RequestError."""
+    keys, values = (16, 16) if config.kv_bits is None else settings.kv_bits(config.kv_bits)
+    bits = KVBits(keys if keys < 16 else 0, values if values < 16 else 0)
+    return group_layers(cache_specs(specs, config), bits, page_tokens)
+
+
+def cache_dtype(model: mx.Dtype, config: EngineConfig) -> mx.Dtype:
+    """Of keys and values that aren't packed: the model's, or one of 16 bits if that was asked."""
+    narrow = config.kv_bits is not None and 16 in settings.kv_bits(config.kv_bits)
+    return mx.float16 if narrow and model == mx.float32 else model
+
+
+def step_tokens(config: EngineConfig) -> int:
+    """Tokens in a step: enough to fill the device, and no more than it does in a few seconds.
+
+    Ctrl-C waits for the step under way. The native CPU kernels reach their full speed at 128 rows;
+    MLX's own matmul on CPU computes about ten tokens of a 135M model per second.
+    """
+    default = {"packed": 512, "panels": 128, "float32": 32}[matmul.form()]
+    return config.max_batched_tokens or max(default, config.max_batch)
+
+
+def plan_pages(
+    groups: Sequence[LayerGroup],
+    config: EngineConfig,
+    *,
+    itemsize: int,
+    context_tokens: int,
+    free_bytes: int,
+) -> CachePlan:
+    """How many pages the cache may grow to. itemsize: bytes of a key's or value's number.
+
+    context_tokens: the model's own limit. free_bytes: what the weights leave. Raises CapacityError.
+    """
+    shapes, slot_bytes = [], 0
+    for group in groups:
+        if isinstance(group.spec, State):
+            slot_bytes += len(group.layers) * state_bytes(group.spec, STATE_ITEMSIZE)
+            continue
+        plain = page_bytes(group.spec, itemsize, page_tokens=group.page_tokens)
+        packed = page_bytes(group.spec, itemsize, group.bits, group.page_tokens)
+        shapes.append(
+            GroupShape(
+                page_bytes=len(group.layers) * packed,
+                hot_page_bytes=len(group.layers) * plain,
+                window_pages=group.pages_at_most,
+                # Keys and values are gathered, then put in order: twice what they take.
+                scratch_bytes=2 * plain,
+            )
+        )
+    return plan_cache(
+        shapes,
+        slot_bytes=slot_bytes,
+        free_bytes=free_bytes,
+        max_batch=config.max_batch,
+        max_batched_tokens=step_tokens(config),
+        context_tokens=context_tokens,
+        page_tokens=groups[0].page_tokens,
+    )
+
+
+def free_bytes(config: EngineConfig) -> int:
+    """What the cache may take, once the weights are there."""
+    if config.memory_limit_bytes is None and not device.has_metal():
+        return device_limit_bytes()  # what is available now: the weights are taken off already
+    return (config.memory_limit_bytes or device_limit_bytes()) - mx.get_active_memory()
+
+
+def fingerprint(groups: Sequence[LayerGroup], dtype: mx.Dtype) -> dict[str, str]:
+    """What a cache's numbers depend on, beside the model: for the file of a saved one."""
+    layers = "; ".join(f"{len(g.layers)} x {g.spec}" for g in groups)
+    bits = next((g.bits for g in groups if g.bits), None)
+    choices = {choice.op: choice.implementation for choice in registry.report()}
+    kinds = set(choices.values())
+    named = ",".join(f"{op}={name}" for op, name in sorted(choices.items()))
+    return {
+        "dtype": str(dtype).removeprefix("mlx.core."),
+        "kv_bits": f"{bits.keys or 'plain'}/{bits.values or 'plain'}" if bits else "plain",
+        "page_tokens": str(groups[0].page_tokens),
+        "layers": layers,
+        "kernels": f"{kinds.pop()}" if len(kinds) == 1 else named,
+    }
