@@ -102,7 +102,7 @@ def plan_cache(
     pools: dict[int, int] = {}
     for index, group in enumerate(groups):
         if group.window_pages is not None:
-            # And one that isn't dropped yet, and one that it is about to complete.
+            # And one that it is about to complete, and one to spare.
             pools[index] = 2 * max_batch * (group.window_pages + 2) + chunk_pages
             spent += pools[index] * group.page_bytes
     full = [index for index in range(len(groups)) if index not in pools]

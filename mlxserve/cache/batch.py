@@ -58,7 +58,7 @@ class BatchView:
         group = storage.groups[index]
         hot, pool = storage.hot[layer], storage.pool[layer]
         return paged_attention(
-            q, hot, pool, self._rows[index], window=group.window, keep=group.keep, **how
+            q, hot, pool, self._rows[index], window=group.window, keep=group.spec.keep, **how
         )
 
 

@@ -30,6 +30,7 @@ MAX_HEADER_BYTES = 4 << 20  # half a million pages
 MAX_DIMS = 8
 ALIGNMENT = 64
 CHECKSUM = np.dtype("<u4")
+PACKED = ("codes", "scales", "biases")
 
 # Name -> safetensors' word, and NumPy's type, which for bfloat16 is that of its bits.
 DTYPES: dict[str, tuple[str, np.dtype]] = {
@@ -263,5 +264,10 @@ def _check_sides(parts: dict[str, Form], page_tokens: int) -> None:
 
 def _side(side: str, parts: dict[str, Form]) -> list[str]:
     """The parts of keys or values."""
-    packed = [f"{side}.codes", f"{side}.scales", f"{side}.biases"]
-    return [side] if side in parts else packed if packed[0] in parts else []
+    forms = (side_parts(side, packed=packed) for packed in (False, True))
+    return next((names for names in forms if names[0] in parts), [])
+
+
+def side_parts(side: str, *, packed: bool) -> list[str]:
+    """What the arrays of keys (`k`) or values (`v`) are called, in order."""
+    return [f"{side}.{part}" for part in PACKED] if packed else [side]

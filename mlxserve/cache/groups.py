@@ -11,6 +11,7 @@ from mlxserve.cache.spec import (
     LayerSpec,
     State,
     WindowKV,
+    window_pages,
 )
 from mlxserve.errors import RequestError
 
@@ -33,16 +34,12 @@ class LayerGroup:
 
     @property
     def window(self) -> int | None:
-        return None if isinstance(self.spec, State) else self.spec.window
-
-    @property
-    def keep(self) -> int:
-        return 0 if isinstance(self.spec, State) else self.spec.keep
+        return self.spec.window
 
     @property
     def kept_pages(self) -> int:
         """Pages at the beginning that a window never leaves behind."""
-        return -(-self.keep // self.page_tokens)
+        return -(-self.spec.keep // self.page_tokens)
 
     @property
     def cuts(self) -> bool:
@@ -55,11 +52,14 @@ class LayerGroup:
 
     @property
     def pages_at_most(self) -> int | None:
-        """Sealed pages of a sequence that a later query may see; None: there is no bound."""
-        if self.window is None:
-            return None
-        seen = (self.window + self.page_tokens - 2) // self.page_tokens + 1
-        return seen + self.kept_pages
+        """Sealed pages of a sequence, with one that isn't dropped yet; None: there is no bound."""
+        bound = None if isinstance(self.spec, State) else window_pages(self.spec, self.page_tokens)
+        return None if bound is None else bound + 1
+
+    def held(self, pages: int) -> int:
+        """How many of so many sealed pages a sequence holds at most."""
+        bound = self.pages_at_most
+        return pages if bound is None else min(pages, bound)
 
 
 def group_layers(
@@ -86,12 +86,8 @@ def group_layers(
 def rotating(specs: Seq[LayerSpec], max_tokens: int, keep: int) -> list[LayerSpec]:
     """The same layers with at most `max_tokens` tokens each, of which the first `keep` stay.
 
-    Raises RequestError where a layer can't be bounded so, or `keep` leaves no room.
+    keep: less than max_tokens. Raises RequestError where a layer can't be bounded so.
     """
-    if not 0 <= keep < max_tokens:
-        raise RequestError(
-            f"keep is {keep}; it must be at least 0 and less than max_kv_size ({max_tokens})"
-        )
     bounded: list[LayerSpec] = []
     for index, spec in enumerate(specs):
         match spec:

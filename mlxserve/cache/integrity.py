@@ -10,9 +10,9 @@ from mlxserve.errors import InvariantError
 from mlxserve.sequence import NO_PAGE, Sequence
 
 
-def check_hot(hot: PageAllocator, seqs: Seq[Sequence], leaving: Seq[int]) -> None:
-    """Hot pages have one owner each, or wait for a step that seals them (`leaving`)."""
-    hot.check(Counter([*(page for seq in seqs for page in seq.hot), *leaving]), Counter())
+def check_hot(hot: PageAllocator, seqs: Seq[Sequence], sealing: Seq[int]) -> None:
+    """Hot pages have one owner each, or the step that is being planned seals them (`sealing`)."""
+    hot.check(Counter([*(page for seq in seqs for page in seq.hot), *sealing]), Counter())
 
 
 def check_shared(shared: SharedPages, seqs: Seq[Sequence]) -> None:

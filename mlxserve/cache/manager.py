@@ -21,9 +21,8 @@ class CacheManager:
     """Gives pages to sequences and takes them back. Engine thread only.
 
     hot_pages: hot page ids, shared by all groups; pool_pages: sealed page ids of each paged group;
-    slots: of recurrent states, live ones and snapshots, with one that stays zero. spare_hot: hot
-    pages that sequences may leave behind until they are sealed. sharing: whether equal prefixes are
-    computed once.
+    slots: of recurrent states, live ones and snapshots, with one that stays zero. sharing: whether
+    equal prefixes are computed once.
     """
 
     def __init__(
@@ -33,36 +32,23 @@ class CacheManager:
         hot_pages: int,
         pool_pages: Seq[int],
         slots: int = 1,
-        spare_hot: int = SPARE_HOT_PAGES,
         sharing: bool = True,
     ) -> None:
-        self.groups = [group for group in groups if group.paged]
-        self.recurrent = len(self.groups) < len(groups)
-        self.page_tokens = groups[0].page_tokens
         self.sharing = sharing
-        self._spare_hot = spare_hot
-        self._cuts = all(group.cuts for group in groups)
-        self._sizes = hot_pages, tuple(pool_pages), slots
+        self._hot_pages = hot_pages
+        self._shared_sizes = tuple(groups), tuple(pool_pages), slots
         self.reset()
+        self.groups = self.shared.groups
+        self.recurrent, self.page_tokens = self.shared.recurrent, self.shared.page_tokens
 
     def reset(self) -> None:
         """Everything is free. For a start, and after a step that failed: nobody holds a page."""
-        hot_pages, pool_pages, slots = self._sizes
-        self.hot = PageAllocator(hot_pages)
-        self.shared = SharedPages(
-            self.groups,
-            pool_pages,
-            slots,
-            page_tokens=self.page_tokens,
-            recurrent=self.recurrent,
-            cuts=self._cuts,
-        )
+        self.hot = PageAllocator(self._hot_pages)
+        self.shared = SharedPages(*self._shared_sizes)
         self.pools, self.states, self.tree = self.shared.pools, self.shared.states, self.shared.tree
         self._seals: list[Seal] = []
         self._loads: list[Load] = []
         self._state_moves: dict[int, int] = {}
-        self._sealed_hot: list[int] = []
-        self._leaving: list[int] = []
         self._left_hot = 0  # sealed ones of sequences that ended
 
     # ---- A step's plan.
@@ -70,8 +56,6 @@ class CacheManager:
     def begin_plan(self, running: Iterable[Sequence], now_s: float = 0.0) -> None:
         """Before the next step is planned: seal what is accepted, drop what windows left behind."""
         self.shared.end_pins(now_s)
-        self.hot.give(self._leaving)  # the step that seals them is submitted by now
-        self._leaving = []
         self.tree.begin_plan()
         for seq in running:
             self.seal(seq)
@@ -82,9 +66,9 @@ class CacheManager:
         """The step that was planned, with all that has to be copied in it."""
         states = tuple((source, to) for to, source in self._state_moves.items())
         plan = StepPlan(tuple(chunks), tuple(self._seals), tuple(self._loads), states)
-        self._leaving += self._sealed_hot
+        self.hot.give(seal.hot for seal in self._seals)  # the next step writes them after this one
         self._left_hot = 0
-        self._seals, self._loads, self._state_moves, self._sealed_hot = [], [], {}, []
+        self._seals, self._loads, self._state_moves = [], [], {}
         self.tree.end_plan()
         return plan
 
@@ -110,7 +94,7 @@ class CacheManager:
         before = seq.computed
         if path:
             self._adopt(seq, path)
-        part = self._load_part(seq, limit) if self._cuts else 0
+        part = self._load_part(seq, limit) if self.shared.cuts else 0
         self._note_match(seq, before, agreed, part)
 
     def reserve(self, seq: Sequence, n: int) -> bool:
@@ -143,7 +127,8 @@ class CacheManager:
             if group.window is None:  # what others hold needs no room again
                 needed -= sum(node.pages[index] not in pool.idle for node in path)
             for other in waiting:
-                held = sum(page != NO_PAGE for page in other.tables[index]) if other.begun else 0
+                table = other.tables[index] if other.begun else []
+                held = len(table) - table.count(NO_PAGE)
                 needed += max(self._pages_of(index, other) - held, 0)
             if pool.available < needed:
                 return False
@@ -151,8 +136,7 @@ class CacheManager:
 
     def _pages_of(self, group: int, seq: Sequence) -> int:
         """Pages for all tokens that a sequence has, and one more."""
-        pages, bound = seq.total // self.page_tokens + 1, self.groups[group].pages_at_most
-        return pages if bound is None else min(pages, bound)
+        return self.groups[group].held(seq.total // self.page_tokens + 1)
 
     def cached_tokens(self, seq: Sequence) -> int:
         """How many tokens of a waiting sequence the tree has, in whole pages."""
@@ -166,7 +150,7 @@ class CacheManager:
             pages = tuple(table[at] for table in seq.tables)
             if seq.node is not None:
                 pages = self._put(seq, tuple(seq.ids[at * P : (at + 1) * P]), pages)
-            self._move(seq.hot.pop(0), pages)
+            self._seals.append(Seal(seq.hot.pop(0), pages))
             seq.sealed += 1
 
     def release(self, seq: Sequence, *, keep_tail: bool = False) -> None:
@@ -230,8 +214,7 @@ class CacheManager:
         if self._shares(seq):
             seq.node = self.tree.enter(self.tree.root(seq.request.salt))
         if self.recurrent:
-            while not self.states.free and self.tree.evict_snapshot():
-                pass
+            self.shared.make_slot()
             (seq.slot,) = self.states.take(1)
             self._state_moves[seq.slot] = ZERO_SLOT
 
@@ -302,18 +285,18 @@ class CacheManager:
 
     def _seal_rest(self, seq: Sequence, keep_tail: bool) -> None:
         """Seal what a sequence leaves, while hot pages can be spared until it's copied."""
-        pending = len(self._sealed_hot)
-        if self._left_hot < self._spare_hot:
+        pending = len(self._seals)
+        if self._left_hot < SPARE_HOT_PAGES:
             self.seal(seq)
             if keep_tail:
                 self._seal_tail(seq)
-        self._left_hot += len(self._sealed_hot) - pending
+        self._left_hot += len(self._seals) - pending
 
     def _seal_tail(self, seq: Sequence) -> None:
         """Put the tokens of the last page into the tree, as far as there is one to spare."""
         at = seq.sealed * self.page_tokens
         key = tuple(seq.ids[at : seq.accepted])
-        if not key or seq.node is None or not self._cuts or not seq.hot:
+        if not key or seq.node is None or not self.shared.cuts or not seq.hot:
             return
         found = self.tree.longest(seq.node, key)
         if found is not None and found[1] == len(key):
@@ -326,12 +309,7 @@ class CacheManager:
         for group, page in enumerate(pages):
             self.tree.attach(node, group, page)
             self.pools[group].give([page])
-        self._move(seq.hot.pop(0), pages)
-
-    def _move(self, hot: int, pages: tuple[int, ...]) -> None:
-        """The hot page is free once the step that copies it is under way."""
-        self._seals.append(Seal(hot, pages))
-        self._sealed_hot.append(hot)
+        self._seals.append(Seal(seq.hot.pop(0), pages))
 
     def _go_to(self, seq: Sequence, node: Node) -> None:
         """In this order, or the tree might drop what only this sequence is keeping."""
@@ -359,12 +337,9 @@ class CacheManager:
         if seq.node.snapshot != NO_PAGE:
             self.states.touch(seq.node.snapshot)
             return
-        if not self.states.free and not self.tree.evict_snapshot():
-            return
-        (slot,) = self.states.take(1)
-        self.tree.attach_snapshot(seq.node, slot)
-        self.states.give([slot])
-        self._state_moves[slot] = seq.slot
+        slot = self.shared.take_snapshot(seq.node)
+        if slot != NO_PAGE:
+            self._state_moves[slot] = seq.slot
 
     def _take(self, group: int, n: int) -> list[int]:
         """Pages of a pool. Who had one until a moment ago has no more use for sealing it."""
@@ -380,7 +355,7 @@ class CacheManager:
 
         seqs: every sequence that runs or waits.
         """
-        integrity.check_hot(self.hot, seqs, [*self._sealed_hot, *self._leaving])
+        integrity.check_hot(self.hot, seqs, [seal.hot for seal in self._seals])
         integrity.check_shared(self.shared, seqs)
         for seq in seqs:
             integrity.check_sequence(self.shared, seq)

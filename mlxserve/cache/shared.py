@@ -20,12 +20,11 @@ ZERO_SLOT = 0  # of the states: what a sequence begins with
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """Where a saved prefix goes: for each group, numbers of its pages, and ids to write them to.
+    """Where a saved prefix goes: for each group, ids to write the pages that it needs to.
 
     NO_PAGE: the tree has it already. slot: the same for the states.
     """
 
-    numbers: list[list[int]]
     pages: list[list[int]]
     slot: int
 
@@ -43,29 +42,21 @@ class Pin:
 
 
 class SharedPages:
-    """Engine thread only. groups: the paged ones; slots: see CacheManager.
+    """Engine thread only. Arguments: see CacheManager.
 
-    recurrent: whether there are layers with states; cuts: whether a prefix may end within a page.
+    groups: the paged ones. recurrent: whether there are layers with states. cuts: whether a prefix
+    may end within a page.
     """
 
-    def __init__(
-        self,
-        groups: Seq[LayerGroup],
-        pool_pages: Seq[int],
-        slots: int,
-        *,
-        page_tokens: int,
-        recurrent: bool,
-        cuts: bool,
-    ) -> None:
-        self.groups = groups
-        self.page_tokens = page_tokens
-        self.recurrent = recurrent
-        self.cuts = cuts
+    def __init__(self, groups: Seq[LayerGroup], pool_pages: Seq[int], slots: int) -> None:
+        self.groups = [group for group in groups if group.paged]
+        self.page_tokens = groups[0].page_tokens
+        self.recurrent = len(self.groups) < len(groups)
+        self.cuts = all(group.cuts for group in groups)
         self.pools = [PageAllocator(n) for n in pool_pages]
         self.states = PageAllocator(slots)
         self.states.take(1)  # ZERO_SLOT
-        self.tree = PrefixTree(groups, self.pools, self.states)
+        self.tree = PrefixTree(self.groups, self.pools, self.states)
         self.pins: dict[Hashable, Pin] = {}
 
     def needed(self, group: int, depth: int, position: int) -> Iterable[int]:
@@ -105,8 +96,7 @@ class SharedPages:
 
         It yields before a request would have to be preempted. Returns the tokens kept.
         """
-        path, tail, tokens = self.prefix(salt, ids)
-        nodes = [*path, tail] if tail is not None else path
+        nodes, tokens = self.prefix(salt, ids)
         if not nodes:
             self.unpin(key)
             return 0
@@ -137,11 +127,11 @@ class SharedPages:
             pool.give(reversed(held))
         self.tree.leave(pin.node)
 
-    def prefix(self, salt: Hashable, ids: Seq[int]) -> tuple[list[Node], Node | None, int]:
-        """The nodes of whole pages, a tail, and how many tokens a sequence could resume after."""
+    def prefix(self, salt: Hashable, ids: Seq[int]) -> tuple[list[Node], int]:
+        """The nodes of whole pages and of a tail, and after how many tokens one could resume."""
         root = self.tree.roots.get(salt)
         if root is None:
-            return [], None, 0
+            return [], 0
         path = self.tree.follow(root, ids, len(ids), self.page_tokens)
         while path and not self.resumes(path, len(path)):
             path.pop()
@@ -149,8 +139,8 @@ class SharedPages:
         rest = tuple(ids[at : at + self.page_tokens])
         found = self.tree.longest(path[-1] if path else root, rest) if self.cuts else None
         if found is None or NO_PAGE in found[0].pages:
-            return path, None, at
-        return path, found[0], at + found[1]
+            return path, at
+        return [*path, found[0]], at + found[1]
 
     def needed_pages(self, group: int, tokens: int) -> list[int]:
         """Numbers of the pages that a sequence needs in order to go on after so many tokens.
@@ -188,10 +178,16 @@ class SharedPages:
                         self.tree.attach(node, group, own)
         for pool, pages in zip(self.pools, taken, strict=True):
             pool.give(reversed(pages))
-        return Restored(numbers, targets, self._restored_slot(node) if snapshot else NO_PAGE)
+        wanted = snapshot and node.snapshot == NO_PAGE
+        return Restored(targets, self.take_snapshot(node) if wanted else NO_PAGE)
 
-    def _restored_slot(self, node: Node) -> int:
-        if node.snapshot != NO_PAGE or not (self.states.free or self.tree.evict_snapshot()):
+    def make_slot(self) -> bool:
+        """Free a slot, if none is, of the snapshot that has been of no use longest."""
+        return bool(self.states.free) or self.tree.evict_snapshot()
+
+    def take_snapshot(self, node: Node) -> int:
+        """A slot for a node's snapshot, which the caller writes; NO_PAGE if none can be spared."""
+        if not self.make_slot():
             return NO_PAGE
         (slot,) = self.states.take(1)
         self.tree.attach_snapshot(node, slot)

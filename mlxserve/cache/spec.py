@@ -24,6 +24,11 @@ class KVBits:
     def __bool__(self) -> bool:
         return bool(self.keys or self.values)
 
+    @classmethod
+    def of(cls, keys: int, values: int) -> "KVBits":
+        """From what users ask for, where 16 stands for no packing."""
+        return cls(*(0 if bits == 16 else bits for bits in (keys, values)))
+
 
 UNPACKED = KVBits()
 
@@ -34,16 +39,10 @@ class FullKV:
 
     heads: int
     dim: int
+    window: ClassVar[int | None] = None
+    keep: ClassVar[int] = 0
     packs: ClassVar[bool] = True
     trims: ClassVar[bool] = True
-
-    @property
-    def window(self) -> int | None:
-        return None
-
-    @property
-    def keep(self) -> int:
-        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,8 @@ class Latent:
 
     rank: int
     rope_dim: int
+    window: ClassVar[int | None] = None
+    keep: ClassVar[int] = 0
     packs: ClassVar[bool] = False
     trims: ClassVar[bool] = True
 
@@ -83,20 +84,14 @@ class Latent:
     def dim(self) -> int:
         return self.rank + self.rope_dim
 
-    @property
-    def window(self) -> int | None:
-        return None
-
-    @property
-    def keep(self) -> int:
-        return 0
-
 
 @dataclass(frozen=True, slots=True)
 class State:
     """Arrays of fixed shapes per sequence, whatever its length (recurrent layers)."""
 
     shapes: tuple[tuple[int, ...], ...]
+    window: ClassVar[int | None] = None
+    keep: ClassVar[int] = 0
     packs: ClassVar[bool] = False
     trims: ClassVar[bool] = False
 

@@ -9,16 +9,15 @@ import mlx.core as mx
 import numpy as np
 
 from mlxserve.cache.file import SavedCache
-from mlxserve.cache.file_header import Form, Group, Header
+from mlxserve.cache.file_header import PACKED, Form, Group, Header, side_parts
 from mlxserve.cache.manager import CacheManager
 from mlxserve.cache.spec import State
 from mlxserve.cache.storage import Storage
 from mlxserve.errors import CapacityError, InvariantError
-from mlxserve.kernels.pages import PoolSides, arrays_of, pool_of
+from mlxserve.kernels.pages import PoolSides, arrays_of, dtype_name, pool_of
 from mlxserve.sequence import NO_PAGE
 
 SIDES = ("k", "v")
-PACKED = ("codes", "scales", "biases")
 COPY_THREADS = 2  # more than two don't copy faster from a file that the system has in memory
 
 
@@ -47,8 +46,7 @@ def source(
     Raises CapacityError if it has nothing of them (any more).
     """
     tokens = manager.pin(key, salt, ids, float("inf"))
-    path, tail, _ = manager.shared.prefix(salt, ids)
-    nodes = [*path, tail] if tail is not None else path
+    nodes, _ = manager.shared.prefix(salt, ids)
     if not nodes:
         raise CapacityError(
             f"nothing of the {len(ids)} tokens is left in the cache; it keeps whole pages of "
@@ -131,13 +129,13 @@ def _page_parts(sides: PoolSides) -> dict[str, Form]:
     parts = {}
     for name, side in zip(SIDES, sides, strict=False):
         arrays = arrays_of(side)
-        names = [f"{name}.{part}" for part in PACKED] if len(arrays) > 1 else [name]
+        names = side_parts(name, packed=len(arrays) > 1)
         parts |= {n: _form(array) for n, array in zip(names, arrays, strict=True)}
     return parts
 
 
 def _form(pages: mx.array) -> Form:
-    return Form(str(pages.dtype).removeprefix("mlx.core."), tuple(pages.shape[1:]))
+    return Form(dtype_name(pages.dtype), tuple(pages.shape[1:]))
 
 
 def _mapped(saved: SavedCache, name: str) -> mx.array:

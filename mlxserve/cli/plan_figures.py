@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mlxserve import device
 from mlxserve.cache.spec import (
     PAGE_TOKENS,
+    UNPACKED,
     VALUE_GROUP,
     KVBits,
     Latent,
@@ -100,9 +101,9 @@ def setting(
             "tokens; ask for no more"
         )
     itemsize = 2 if device.has_metal() and not model.float32 else 4
-    bits = KVBits()
+    bits = UNPACKED
     if kv_bits is not None:
-        bits = KVBits(*(0 if side == 16 else side for side in kv_bits))
+        bits = KVBits.of(*kv_bits)
         itemsize = 2 if 16 in kv_bits else itemsize
     if bits and not any(spec.packs for spec in model.specs):
         raise RequestError(

@@ -7,9 +7,18 @@ import mlx.core as mx
 from mlxserve import config as settings
 from mlxserve import device
 from mlxserve.cache.groups import LayerGroup, group_layers, rotating
-from mlxserve.cache.spec import PAGE_TOKENS, KVBits, LayerSpec, State, page_bytes, state_bytes
+from mlxserve.cache.spec import (
+    PAGE_TOKENS,
+    UNPACKED,
+    KVBits,
+    LayerSpec,
+    State,
+    page_bytes,
+    state_bytes,
+)
 from mlxserve.config import EngineConfig
 from mlxserve.kernels import matmul, registry
+from mlxserve.kernels.pages import dtype_name
 from mlxserve.memory import CachePlan, GroupShape, device_limit_bytes, plan_cache
 
 STATE_ITEMSIZE = 4  # recurrent states are float32, whatever the model's dtype
@@ -26,8 +35,7 @@ def cache_groups(
     specs: Sequence[LayerSpec], config: EngineConfig, page_tokens: int = PAGE_TOKENS
 ) -> list[LayerGroup]:
     """The same, in groups, with the form of their pages. Raises RequestError."""
-    keys, values = (16, 16) if config.kv_bits is None else settings.kv_bits(config.kv_bits)
-    bits = KVBits(keys if keys < 16 else 0, values if values < 16 else 0)
+    bits = UNPACKED if config.kv_bits is None else KVBits.of(*settings.kv_bits(config.kv_bits))
     return group_layers(cache_specs(specs, config), bits, page_tokens)
 
 
@@ -101,7 +109,7 @@ def fingerprint(groups: Sequence[LayerGroup], dtype: mx.Dtype) -> dict[str, str]
     kinds = set(choices.values())
     named = ",".join(f"{op}={name}" for op, name in sorted(choices.items()))
     return {
-        "dtype": str(dtype).removeprefix("mlx.core."),
+        "dtype": dtype_name(dtype),
         "kv_bits": f"{bits.keys or 'plain'}/{bits.values or 'plain'}" if bits else "plain",
         "page_tokens": str(groups[0].page_tokens),
         "layers": layers,

@@ -264,8 +264,6 @@ class Core:
             reason = ModelError(f"the step failed: {type(error).__name__}: {error}")
             reason.__cause__ = error
             self._deliver(TokenOut(request_id=seq.request.id, error=reason))
-        for seq in self.scheduler.waiting:
-            self.manager.release(seq)
         self.manager.reset()
         self.storage.reset()
         self._count(0)

@@ -98,7 +98,7 @@ def footprint(
         * (
             state_bytes(g.spec, STATE_ITEMSIZE)
             if isinstance(g.spec, State)
-            else page_bytes(g.spec, itemsize, g.bits) * _at_most(pages, g.pages_at_most)
+            else page_bytes(g.spec, itemsize, g.bits) * g.held(pages)
         )
         for g in groups
     )
@@ -116,10 +116,6 @@ def footprint(
     full = [n for n, g in zip(plan.pool_pages, paged, strict=True) if g.window is None]
     room = min([n * PAGE_TOKENS for n in full] + [model.context_tokens])
     return Footprint(weight_bytes, used, wanted, room)
-
-
-def _at_most(pages: int, bound: int | None) -> int:
-    return pages if bound is None else min(pages, bound)
 
 
 def loaded_bytes(

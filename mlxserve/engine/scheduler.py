@@ -46,7 +46,6 @@ class Counts:
     prefix_hits: prompts of which something was found in the cache; cached_tokens: how much, in all.
     """
 
-    prompts: int = 0
     prompt_tokens: int = 0
     prefix_hits: int = 0
     cached_tokens: int = 0
@@ -102,7 +101,6 @@ class Scheduler:
         if budget_s is not None:
             self._check_budget(seq, budget_s)
         self.waiting.add(seq)
-        self.counts.prompts += 1
         self.counts.prompt_tokens += len(seq.request.prompt_ids)
 
     def _check_budget(self, seq: Sequence, budget_s: float) -> None:

@@ -6,7 +6,6 @@ import mlx.core as mx
 
 from mlxserve.kernels.pages import (
     PAGE_TOKENS,
-    PackedPages,
     PoolSides,
     Sides,
     arrays_of,
@@ -68,8 +67,6 @@ def _reference(
 ) -> tuple[Sides, PoolSides]:
     if not len(hot) == len(pool) == len(x):
         raise ValueError(f"hot has {len(hot)} sides, pool {len(pool)} and the tokens {len(x)}")
-    if len(pool) == 1 and isinstance(pool[0], PackedPages):
-        raise ValueError("pool_k is packed, expected plain numbers where keys are the values too")
     tokens = page_tokens(pool)
     if index.size:
         for hot_x, new in zip(hot, x, strict=True):

@@ -18,6 +18,7 @@ from mlxserve.kernels.pages import (
     PoolSides,
     Sides,
     arrays_of,
+    dtype_name,
     pack_keys,
     pack_values,
     page_tokens,
@@ -171,8 +172,7 @@ def use(
     keep: int,
 ) -> AttentionUse:
     """What a layer of such sizes asks of the op; dtype: of its cache."""
-    name = str(dtype).removeprefix("mlx.core.")
-    return AttentionUse(q_heads, kv_heads, dim, name, window, softcap, sinks, keep)
+    return AttentionUse(q_heads, kv_heads, dim, dtype_name(dtype), window, softcap, sinks, keep)
 
 
 def _native(
@@ -225,8 +225,6 @@ def _reference(
 ) -> mx.array:
     if len(hot) != len(pool):
         raise ValueError(f"hot has {len(hot)} sides and pool has {len(pool)}")
-    if len(pool) == 1 and isinstance(pool[0], PackedPages):
-        raise ValueError("pool_k is packed, expected plain numbers where keys are the values too")
     if (tokens := page_tokens(pool)) != rows.page_tokens:
         raise ValueError(
             f"rows are of pages of {rows.page_tokens} tokens, the cache has pages of {tokens}"

@@ -37,8 +37,18 @@ Sides = tuple[mx.array, ...]
 PoolSides = tuple[Pool, ...]
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    """MLX's name for it: `float16`."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def page_tokens(pool: PoolSides) -> int:
-    """P, which is the third size of the values' array. Raises ValueError for what P can't be."""
+    """P, which is the third size of the values' array.
+
+    Raises ValueError for what P can't be, and for keys that are the values too and packed.
+    """
+    if len(pool) == 1 and isinstance(pool[0], PackedPages):
+        raise ValueError("pool_k is packed, expected plain numbers where keys are the values too")
     shape = arrays_of(pool[-1])[0].shape
     if len(shape) != 4 or shape[2] not in PAGE_SIZES:
         raise ValueError(f"a pool is {shape}, expected pages of 4, 8, 16, 32 or 64 tokens")

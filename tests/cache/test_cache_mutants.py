@@ -9,11 +9,12 @@ import pytest
 from mlxserve.cache import allocator, batch, groups, manager, prefix, storage
 from mlxserve.engine import scheduler
 from tests.cache import test_sharing as sharing
+from tests.cache import test_storage as stored
 from tests.support.matrix import Cell, chosen_kernels, committed, prove
 from tests.support.mutants import mutated
 from tests.support.schedules import walk
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 SEEDS = range(60)
 CELLS = [
@@ -65,7 +66,7 @@ MUTANTS = {
         ("return self.sharing and not seq.request.score", "return self.sharing"),
         ("return self.sharing and not seq.request.score", "return not seq.request.score"),
         ("or seq.hot:\n            return", ":\n            return"),
-        ("part = self._load_part(seq, limit) if self._cuts else 0", "part = self._load_part(seq, limit)"),
+        ("part = self._load_part(seq, limit) if self.shared.cuts else 0", "part = self._load_part(seq, limit)"),
         ("* P <= seq.accepted:", "* P <= seq.computed:"),
         ("* P <= seq.accepted:", "* P < seq.accepted:"),
         ("pages = self._put(seq, tuple(seq.ids[at * P : (at + 1) * P]), pages)", "pages = self._put(seq, tuple(seq.ids[at * P : at * P + 1]), pages)"),
@@ -88,8 +89,7 @@ MUTANTS = {
         ("else reversed(held)", "else held"),
         ("self.seal(seq)\n            if keep_tail", "if keep_tail"),
         ("if keep_tail:", "if True:"),
-        ("self._sealed_hot.append(hot)", "self.hot.give([hot])"),
-        ("self._leaving += self._sealed_hot", "self.hot.give(self._sealed_hot)"),
+        ("self._seals.append(Seal(seq.hot.pop(0), pages))\n            seq.sealed", "self._seals.append(Seal(seq.hot[0], pages))\n            self.hot.give([seq.hot.pop(0)])\n            seq.sealed"),
         ("seen = min(group.first_seen(seq.accepted), seq.sealed)", "seen = min(group.first_seen(seq.accepted) + 1, seq.sealed)"),
         ("seen = min(group.first_seen(seq.accepted), seq.sealed)", "seen = min(group.first_seen(seq.computed + 1), seq.sealed)"),
         ("max(seq.dropped[index], group.kept_pages)", "seq.dropped[index]"),
@@ -118,7 +118,8 @@ MUTANTS = {
     ],
     storage: [
         ("array[to] = array[source]", "array[source] = array[to]"),
-        ("swapaxes(0, 1)\n\n    @property", "\n\n    @property"),
+        ("page[pages[group]].swapaxes(0, 1)", "page[pages[group]].reshape(P, *into.shape[1:])"),
+        ("if pair[1] != NO_PAGE]", "]"),
         ("for layer in list(self._moves):", "for layer in []:"),
         ("self.loads = bool(plan.loads or plan.states)", "self.loads = False"),
         ("        for load in plan.loads:\n            self._load(load.pages, load.hot)\n", ""),
@@ -129,13 +130,16 @@ MUTANTS = {
 # Mutants that do the same, and why.
 EQUIVALENT = {
     "written.append(own if theirs == NO_PAGE else NO_PAGE)": "a page that nobody has is written too",
+    "self._loads = [load for load in self._loads if load.hot not in seq.hot]": (
+        "a page is copied for nobody, before whoever has the hot page now writes it"
+    ),
+    "self.loads = bool(plan.loads or plan.states)": "no step is recorded with reference kernels",
     "self._state_moves.pop(seq.slot, None)": "whoever takes the slot says anew what comes there",
     "if self._groups[group].window is not None:": (
         "other groups' pages of that leaf stay until it's their turn, and nobody resumes there"
     ),
     "or seq.hot:\n            return": "at the end of its sealed pages, a sequence has no hot page",
     "if keep_tail:": "who is preempted keeps its tail too: a page the less, and the same answers",
-    "self._leaving += self._sealed_hot": "between two plans nobody takes a hot page",
     "and seq.accepted == seq.computed": "sealed <= accepted <= computed, and the two ends are equal",
 }
 
@@ -156,6 +160,7 @@ def fails(check) -> bool:
 def _checks():
     yield from (lambda seed=seed: walk(seed) for seed in SEEDS[:10])
     yield sharing.every_rule
+    yield stored.test_only_pages_that_are_written_are_moved
     yield from (lambda cell=cell: _prove(cell) for cell in CELLS)
     yield from (lambda seed=seed: walk(seed) for seed in SEEDS[10:])
 

@@ -5,7 +5,7 @@ import pytest
 from mlxserve.cache.groups import group_layers
 from mlxserve.cache.manager import CacheManager
 from mlxserve.cache.prefix import PrefixTree
-from mlxserve.cache.spec import FullKV, WindowKV
+from mlxserve.cache.spec import FullKV, KVBits, WindowKV
 from mlxserve.engine.scheduler import Scheduler
 from mlxserve.sequence import Sequence
 from mlxserve.types import Request, SamplingParams
@@ -18,8 +18,10 @@ TEXT = tuple(range(10, 40))
 class Cache:
     """An engine that computes one request after another."""
 
-    def __init__(self, pages=40, specs=None):
-        groups = group_layers(specs or (FullKV(1, 4),), page_tokens=P)
+    def __init__(self, pages=40, specs=None, *, packed=False):
+        groups = group_layers(
+            specs or (FullKV(1, 4),), KVBits(8, 8) if packed else KVBits(), page_tokens=P
+        )
         manager = CacheManager(groups, hot_pages=20, pool_pages=[pages] * len(groups))
         self.engine = PaperEngine(Scheduler(manager, 4, 100), lambda ids: 5)
         self.pool = manager.pools[0]
@@ -50,6 +52,18 @@ def test_an_answer_is_found_but_for_its_last_token_wherever_it_ends(new):
     cache = Cache()
     cache.ask(TEXT[:9], new)
     assert cache.ask((*TEXT[:9], *[5] * new, 6, 7)) == 9 + new - 1
+
+
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_who_is_aborted_leaves_its_complete_pages(steps):
+    cache = Cache(packed=True)
+    seq = cache.start(TEXT[:7], new=20)
+    for _ in range(steps):
+        cache.engine.step()
+    complete = seq.accepted // P * P
+    cache.engine.scheduler.abort(seq)
+    cache.engine.drain()
+    assert cache.ask((*seq.ids, 6)) == complete
 
 
 def test_of_several_tails_the_one_with_most_in_common_is_taken():
@@ -98,6 +112,16 @@ def test_the_page_that_was_of_no_use_for_longest_goes_first():
     assert cache.ask((2, 8, 7)) == 0
 
 
+def test_a_page_whose_first_tokens_were_of_use_stays():
+    cache = Cache(pages=3)
+    for first in (1, 2, 3):
+        cache.ask((first, 8, 8))
+    # It leaves no tail of its own: there is nothing new in it.
+    assert cache.ask((1, 8)) == 1
+    cache.ask((7, 8, 8))
+    assert cache.ask((1, 8, 8)) == 2
+
+
 def test_what_is_used_no_more_goes_from_the_end():
     cache = Cache(pages=6)
     cache.ask(TEXT[:16])
@@ -131,6 +155,9 @@ def every_rule() -> None:
         test_all_but_the_last_token_of_a_prompt_is_found_again(n)
     for new in (1, 2, 3, 4, 5):
         test_an_answer_is_found_but_for_its_last_token_wherever_it_ends(new)
+    for steps in range(1, 7):
+        test_who_is_aborted_leaves_its_complete_pages(steps)
+    test_a_page_whose_first_tokens_were_of_use_stays()
     test_of_several_tails_the_one_with_most_in_common_is_taken()
     test_a_tail_that_goes_on_is_kept_once_and_others_stay()
     test_equal_prompts_at_once_keep_their_pages_once()

@@ -153,5 +153,28 @@ class Paged:
         )
 
 
+def same_bits(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        a = np.array(a)
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(np.signbit(a)[a == 0], np.signbit(b)[b == 0])
+
+
+def check_recorded(kernels, step, given, cache):
+    """A step that is recorded gives the same as when it is built, and writes its cache in place.
+
+    step: from the inputs and the cache to an output and the cache after it.
+    """
+    copies = [x + 0 for x in cache]
+    mx.eval(given, cache, copies)
+    expected, after = step(*given, *cache)
+    program = kernels.record(given, cache, [expected], after)
+    (got,) = program.run(given, kernels.State(copies))
+    for one, other in zip([got, *copies], [expected, *after], strict=True):
+        same_bits([one], [np.array(other)])
+
+
 def _rounded(x, dtype):
     return np.array(mx.array(x.astype(np.float32)).astype(dtype).astype(mx.float32), np.float64)

@@ -12,7 +12,7 @@ import pytest
 from mlxserve.kernels import registry
 from mlxserve.kernels.attention import PagedRows, paged_attention
 from mlxserve.kernels.pages import pack_keys
-from tests.kernels.paged import P, Paged
+from tests.kernels.paged import P, Paged, check_recorded
 from tests.kernels.test_attention_native import options, run
 
 # Windows below, at and above a page; kept tokens below, at and above one.
@@ -187,10 +187,4 @@ def test_a_step_over_values_that_are_the_keys_is_recorded():
     q, k = mx.random.normal((2, 6, 24)), mx.random.normal((1, 1, 24))
     given = [q, k, *paged.described.arrays, index, moves]
     cache = [paged.hot[0], paged.pool[0]]
-    copies = [x + 0 for x in cache]
-    mx.eval(given, cache, copies)
-    expected, after = step(*given, *cache)
-    program = kernels.record(given, cache, [expected], after)
-    (got,) = program.run(given, kernels.State(copies))
-    for one, other in zip([got, *copies], [expected, *after], strict=True):
-        np.testing.assert_array_equal(np.array(one), np.array(other))
+    check_recorded(kernels, step, given, cache)

@@ -15,7 +15,7 @@ from mlxserve.kernels.pages import (
     unpack_values,
 )
 from tests.kernels import paged as oracle
-from tests.kernels.paged import P, Paged
+from tests.kernels.paged import P, Paged, check_recorded, same_bits
 from tests.kernels.test_attention_native import options, run
 
 ROWS = [(63, 1), (64, 1), (200, 1), (60, 10), (128, 3), (5, 70)]
@@ -34,15 +34,6 @@ def pages(n, heads, dim, seed=0):
     x[4, 0] = np.copysign(0, x[4, 0])
     x[5, 0, 40, dim // 2], x[6, 0, 50, dim // 2], x[7, 0, 3, 0] = np.nan, np.inf, -np.inf
     return x.astype(np.float32)
-
-
-def same_bits(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        a = np.array(a)
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
-        np.testing.assert_array_equal(a, b)
-        np.testing.assert_array_equal(np.signbit(a)[a == 0], np.signbit(b)[b == 0])
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -174,13 +165,7 @@ def test_a_recorded_step_reads_and_keeps_packed_pages():
     q, k = mx.random.normal((2, 6, 24)), mx.random.normal((1, 2, 24))
     given = [q, k, *paged.described.arrays, index]
     cache = [*paged.hot, *paged.pool[0], *paged.pool[1]]
-    copies = [x + 0 for x in cache]
-    mx.eval(given, cache, copies)
-    expected, after = step(*given, *cache)
-    program = kernels.record(given, cache, [expected], after)
-    (got,) = program.run(given, kernels.State(copies))
-    for one, other in zip([got, *copies], [expected, *after], strict=True):
-        same_bits([one], [np.array(other)])
+    check_recorded(kernels, step, given, cache)
 
 
 @pytest.mark.parametrize("bits", [(8, 4), (8, 8), (4, 8)])
