@@ -12,7 +12,7 @@ Importing this costs little: MLX is loaded with the first model.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from mlxserve.errors import (
     CapacityError,
@@ -71,16 +71,27 @@ def load(
 
 @overload
 def generate(
-    llm: LLM | str | PathLike[str], prompt: Batch, **sampling: Any
+    llm: LLM | str | PathLike[str], prompt: Batch, *, n: Literal[1] = 1, **sampling: Any
 ) -> list[Completion]: ...
 @overload
-def generate(llm: LLM | str | PathLike[str], prompt: Prompt, **sampling: Any) -> Completion: ...
+def generate(
+    llm: LLM | str | PathLike[str], prompt: Prompt, *, n: Literal[1] = 1, **sampling: Any
+) -> Completion: ...
+@overload
+def generate(
+    llm: LLM | str | PathLike[str], prompt: Batch, *, n: int, **sampling: Any
+) -> list[list[Completion]]: ...
+@overload
+def generate(
+    llm: LLM | str | PathLike[str], prompt: Prompt, *, n: int, **sampling: Any
+) -> list[Completion]: ...
 def generate(
     llm: LLM | str | PathLike[str], prompt: Prompt | Batch, **sampling: Any
-) -> Completion | list[Completion]:
+) -> Completion | list[Completion] | list[list[Completion]]:
     """Continue a prompt: text, chat messages, or token ids. A list of prompts runs as one batch.
 
-    sampling: fields of `SamplingParams`. Given a name instead of an LLM, the model is loaded for
+    sampling: fields of `SamplingParams`; with `n` over 1, each prompt has a list of n answers in
+    place of its answer. Given a name instead of an LLM, the model is loaded for
     this call alone; load it once for more. Raises RequestError for bad input, before any work
     starts.
     """
@@ -102,7 +113,7 @@ def stream(llm: LLM | str | PathLike[str], prompt: Prompt, **sampling: Any) -> I
 
     if isinstance(llm, LLM):
         return llm.stream(prompt, **sampling)
-    from_names(SamplingParams, "sampling parameter", sampling)
+    from_names(SamplingParams, "sampling parameter", sampling).check_single("stream")
     return _stream_once(llm, prompt, sampling)
 
 

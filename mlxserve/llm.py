@@ -5,13 +5,13 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self, overload
+from typing import Any, Literal, Self, overload
 
 import numpy as np
 
+from mlxserve.answers import Answer, chosen
 from mlxserve.cache import file as cache_file
 from mlxserve.cache import transfer
 from mlxserve.config import EngineConfig
@@ -31,16 +31,11 @@ from mlxserve.text.tokenizer import Tokenizer
 from mlxserve.types import (
     Batch,
     Completion,
-    FinishReason,
-    Logprob,
     OnProgress,
     Piece,
     Prompt,
     Request,
     SamplingParams,
-    Timings,
-    TokenOut,
-    Usage,
     from_names,
 )
 
@@ -100,31 +95,42 @@ class LLM:
         return self._engine.info.context_tokens
 
     @overload
-    def generate(self, prompt: Batch, **sampling: Any) -> list[Completion]: ...
+    def generate(
+        self, prompt: Batch, *, n: Literal[1] = 1, **sampling: Any
+    ) -> list[Completion]: ...
     @overload
-    def generate(self, prompt: Prompt, **sampling: Any) -> Completion: ...
-    def generate(self, prompt: Prompt | Batch, **sampling: Any) -> Completion | list[Completion]:
+    def generate(self, prompt: Prompt, *, n: Literal[1] = 1, **sampling: Any) -> Completion: ...
+    @overload
+    def generate(self, prompt: Batch, *, n: int, **sampling: Any) -> list[list[Completion]]: ...
+    @overload
+    def generate(self, prompt: Prompt, *, n: int, **sampling: Any) -> list[Completion]: ...
+    def generate(
+        self, prompt: Prompt | Batch, **sampling: Any
+    ) -> Completion | list[Completion] | list[list[Completion]]:
         """Continue a prompt (text, chat messages or token ids), or a list of them as one batch.
 
-        Ctrl-C ends the answers, frees their pages, and is raised again. Raises RequestError for bad
-        input, before any work starts.
+        With `n` over 1, each prompt has a list of n answers in place of its answer. Ctrl-C ends the
+        answers, frees their pages, and is raised again. Raises RequestError for bad input, before
+        any work starts.
         """
         params = from_names(SamplingParams, "sampling parameter", sampling)
         batch = _as_batch(prompt)
-        answers = self._answers([prompt] if batch is None else batch, params)
-        for _ in self._run(answers):
+        drawn = self._answers([prompt] if batch is None else batch, params)
+        for _ in self._run(list(itertools.chain(*drawn))):
             pass
-        done = [answer.completion() for answer in answers]
+        kept = [chosen(samples, params) for samples in drawn]
+        done = [answers[0] for answers in kept] if params.n == 1 else kept
         return done if batch is not None else done[0]
 
     def stream(self, prompt: Prompt, **sampling: Any) -> Iterator[Piece]:
         """Continue one prompt, piece by piece; closing the iterator ends the answer."""
         params = from_names(SamplingParams, "sampling parameter", sampling)
+        params.check_single("stream")
         if _as_batch(prompt) is not None:
             raise RequestError("stream takes one prompt; use generate for a list of prompts")
-        answers = self._answers([prompt], params)
-        self._engine.check([answer.request for answer in answers])
-        return self._stream(answers)
+        ((answer,),) = self._answers([prompt], params)
+        self._engine.check([answer.request])
+        return self._stream(answer)
 
     def score(self, tokens: str | list[int]) -> np.ndarray:
         """The logits after each token of a text: float32 `[T, V]`; row i predicts token i + 1."""
@@ -173,10 +179,11 @@ class LLM:
         pages are packed. Written as a whole or not at all. Raises RequestError for a prompt or a
         path that can't be used, CapacityError where memory or the disk has no room.
         """
+        self._check_prefix_cache()
         path = Path(path)
         cache_file.check_target(path)
         params = SamplingParams(max_tokens=1)
-        (answer,) = self._answers([prompt], params)
+        ((answer,),) = self._answers([prompt], params)
         for _ in self._run([answer]):
             pass
         request, key = answer.request, object()
@@ -206,8 +213,7 @@ class LLM:
         for a file that isn't sound, RequestError for one of another model or other settings, and
         CapacityError where memory has no room.
         """
-        if not self._engine.config.prefix_cache:
-            raise RequestError("prefix_cache is off, and a saved prompt needs it; leave it on")
+        self._check_prefix_cache()
         saved = cache_file.read(Path(path))
         cache_file.check_fingerprint(saved, self._fingerprint())
         cache_file.verify(saved)
@@ -215,6 +221,10 @@ class LLM:
         return self._engine.call(
             lambda core: transfer.restore(core.manager, core.storage, saved.path, salt, saved)
         )
+
+    def _check_prefix_cache(self) -> None:
+        if not self._engine.config.prefix_cache:
+            raise RequestError("prefix_cache is off, and saved prompts need it; leave it on")
 
     def _fingerprint(self) -> dict[str, str]:
         """What a saved cache depends on."""
@@ -263,34 +273,40 @@ class LLM:
                 raise RequestError(f"{token!r} among token ids; they must be whole numbers")
         return [int(token) for token in prompt]  # type: ignore[arg-type]
 
-    def _answers(self, prompts: list[Any], params: SamplingParams) -> list["_Answer"]:
+    def _answers(self, prompts: list[Any], params: SamplingParams) -> list[list[Answer]]:
+        """Of each prompt, the answers to draw."""
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             # A config may name an id that the model doesn't have; it can't be drawn.
             vocab_size = self._engine.info.vocab_size
             stop_ids |= {token for token in self.tokenizer.eos_ids if token < vocab_size}
-        return [
-            _Answer(
-                Request(
-                    id=self._next_id(),
-                    prompt_ids=tuple(self._encode(prompt)),
-                    params=params,
-                    stop_ids=stop_ids,
-                ),
-                # Chat answers open a text; other continuations keep the space before a first word.
-                TextStream(self.tokenizer, params.stop, at_start=_is_chat(prompt)),
-                self.tokenizer.vocab_size,
+        samples = [params.sample(index) for index in range(params.drawn)]
+        drawn = []
+        for prompt in prompts:
+            ids = tuple(self._encode(prompt))
+            drawn.append(
+                [
+                    Answer(
+                        Request(
+                            id=self._next_id(), prompt_ids=ids, params=sample, stop_ids=stop_ids
+                        ),
+                        params,
+                        # Chat answers open a text; others keep the space before a first word.
+                        TextStream(self.tokenizer, params.stop, at_start=_is_chat(prompt)),
+                        self.tokenizer.vocab_size,
+                    )
+                    for sample in samples
+                ]
             )
-            for prompt in prompts
-        ]
+        return drawn
 
-    def _stream(self, answers: list["_Answer"]) -> Iterator[Piece]:
-        for piece in self._run(answers):
+    def _stream(self, answer: Answer) -> Iterator[Piece]:
+        for piece in self._run([answer]):
             if piece:
                 yield Piece(piece)
-        yield Piece("", answers[0].completion())
+        yield Piece("", answer.completion())
 
-    def _run(self, answers: list["_Answer"]) -> Iterator[str]:
+    def _run(self, answers: list[Answer]) -> Iterator[str]:
         """Submit, then take tokens in as they come, until every answer is over."""
         out: TokenQueue = queue.SimpleQueue()
         open_answers = {answer.request.id: answer for answer in answers}
@@ -309,64 +325,6 @@ class LLM:
                     del open_answers[got.request_id]
         finally:
             self._engine.abort(list(open_answers))
-
-
-@dataclass(eq=False, slots=True)
-class _Answer:
-    """What has come of one request; owned by the thread that waits for it.
-
-    text_ids: ids below it have a text; a model's vocabulary may be padded beyond the tokenizer's.
-    """
-
-    request: Request
-    text: TextStream
-    text_ids: int
-    pieces: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprob] = field(default_factory=list)
-    finish_reason: FinishReason = "cancelled"
-    timings: Timings = field(default_factory=Timings)
-    usage: Usage | None = None
-    stopped: bool = False
-
-    def feed(self, out: TokenOut) -> str:
-        """Take a delivery in; returns the text that is complete now."""
-        piece = ""
-        if out.token_id is not None and not self.stopped:
-            self.token_ids.append(out.token_id)
-            if out.logprob is not None:
-                self.logprobs.append(out.logprob)
-            # An end token is no text, nor is an id that only pads the model's vocabulary.
-            if out.finish_reason != "stop" and out.token_id < self.text_ids:
-                piece = self.text.feed(out.token_id)
-            self.stopped = self.text.stopped
-        if out.last:
-            self.timings = out.timings or self.timings
-            self.usage = out.usage
-            self.finish_reason = "stop" if self.stopped else out.finish_reason or "cancelled"
-            piece += "" if self.stopped else self.text.finish()
-            if self.text.stopped:
-                self.finish_reason = "stop"
-        self.pieces.append(piece)
-        return piece
-
-    def _usage(self) -> Usage:
-        """Tokens drawn after a stop string are none of the answer's."""
-        prompt, made = len(self.request.prompt_ids), len(self.token_ids)
-        if self.usage is None:
-            return Usage(prompt, made)
-        return replace(self.usage, completion_tokens=made)
-
-    def completion(self) -> Completion:
-        """The answer as it stands."""
-        return Completion(
-            text="".join(self.pieces),
-            token_ids=tuple(self.token_ids),
-            finish_reason=self.finish_reason,
-            usage=self._usage(),
-            timings=self.timings,
-            logprobs=tuple(self.logprobs) if self.request.params.logprobs else None,
-        )
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:

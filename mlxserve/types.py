@@ -4,7 +4,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -23,6 +23,7 @@ OnProgress = Callable[[str, int, int | None], None]
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_SAMPLES = 128
 MAX_PRIORITY = 100
 MAX_PIN_S = 86_400.0
 
@@ -48,6 +49,10 @@ class SamplingParams:
     ignore_eos: go on past the model's own end-of-sequence ids.
     logprobs: report each token's log-probability under the model itself (before temperature,
         penalties and filters); top_logprobs adds the likeliest alternatives.
+    n: answers to each prompt. Answer i is drawn with seed + i (modulo 2**64), and the prompt is
+        computed once for all of them.
+    best_of: draw so many answers and return the n whose tokens are likeliest under the model, by
+        the mean of their log-probabilities, the best first; None returns all n as they were drawn.
 
     Raises RequestError for a value out of range or not finite.
     """
@@ -68,13 +73,15 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: bool = False
     top_logprobs: int = 0
+    n: int = 1
+    best_of: int | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _NUMBERS.items():
             self._set(name, _number(name, getattr(self, name), low, high))
         for name, (low, high) in _INTEGERS.items():
             value = getattr(self, name)
-            if not (value is None and name in ("max_tokens", "seed")):
+            if not (value is None and name in ("max_tokens", "seed", "best_of")):
                 self._set(name, _integer(name, value, low, high))
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
@@ -87,11 +94,23 @@ class SamplingParams:
             )
         if self.top_logprobs:
             self._set("logprobs", True)
+        self._check_samples()
         self._set_stops()
         self._set_logit_bias()
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen once it is made
+
+    def _check_samples(self) -> None:
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(
+                f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n"
+            )
+        if self.drawn > 1 and self.temperature == 0.0:
+            raise RequestError(
+                f"{self._samples_asked}, and with temperature 0 all answers would be equal; set "
+                "temperature, or ask for one"
+            )
 
     def _set_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
@@ -117,6 +136,32 @@ class SamplingParams:
         self._set("logit_bias", checked)
 
     @property
+    def drawn(self) -> int:
+        """How many answers are drawn for a prompt."""
+        return self.best_of or self.n
+
+    @property
+    def _samples_asked(self) -> str:
+        return f"n is {self.n}" if self.best_of is None else f"best_of is {self.best_of}"
+
+    def check_single(self, what: str) -> None:
+        """Raise RequestError, for `what` takes no more, if several answers are drawn."""
+        if self.drawn > 1:
+            raise RequestError(
+                f"{self._samples_asked}, and {what} takes one answer; use generate for several"
+            )
+
+    def sample(self, index: int) -> "SamplingParams":
+        """Those of one of the answers that are drawn, with what is needed to choose among them."""
+        return replace(
+            self,
+            n=1,
+            best_of=None,
+            seed=None if self.seed is None else (self.seed + index) % 2**64,
+            logprobs=self.logprobs or self.best_of is not None,
+        )
+
+    @property
     def needs_history(self) -> bool:
         """Whether the choice of a token depends on which tokens came before."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
@@ -136,6 +181,8 @@ _INTEGERS: dict[str, tuple[int, int | None]] = {
     "top_k": (0, None),
     "seed": (0, 2**64 - 1),
     "top_logprobs": (0, MAX_TOP_LOGPROBS),
+    "n": (1, MAX_SAMPLES),
+    "best_of": (1, MAX_SAMPLES),
 }
 
 
@@ -210,6 +257,7 @@ class Request:
     pin_s: float | None = None
 
     def __post_init__(self) -> None:
+        self.params.check_single("a request")
         priority = _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         object.__setattr__(self, "priority", priority)
         for name in ("tenant", "adapter"):

@@ -124,6 +124,20 @@ def test_score_equals_transformers(tmp_path):
     assert np.abs(scores - reference_logits(tiny.reference, ids)).max() < 2e-3
 
 
+@pytest.mark.parametrize("max_batched_tokens", [32, 100])
+def test_scores_read_packed_pages_from_the_second_page_on(tiny_model_dir, llm, max_batched_tokens):
+    """A page's own tokens see it as it was computed, however the text is cut into steps."""
+    ids = np.random.default_rng(0).integers(0, 256, 160).tolist()
+    plain = llm.score(ids)
+    options = {"max_batch": 1, "max_batched_tokens": max_batched_tokens}
+    with mlxserve.load(tiny_model_dir, kv_bits=8, **options) as packed:
+        scores = packed.score(ids)
+    error = np.abs(scores - plain).max(axis=1)
+    assert (error[:64] == 0).all()
+    assert (error[64:] > 0).all()
+    assert error.max() < 0.05 * np.abs(plain).max()
+
+
 def test_the_context_bounds_prompt_and_answer(llm):
     context = llm.context_tokens
     got = mlxserve.generate(llm, [1] * (context - 3), max_tokens=None, ignore_eos=True)
@@ -166,9 +180,14 @@ def test_bad_input_is_refused_by_name_before_any_work(llm, prompt, sampling, mes
     assert llm.stats().prompt_tokens == before
 
 
-def test_stream_takes_one_prompt(llm):
+def test_stream_takes_one_prompt_and_gives_one_answer(llm, tiny_model_dir):
     with pytest.raises(RequestError, match="use generate for a list"):
         mlxserve.stream(llm, ["a", "b"])
+    for model in (llm, tiny_model_dir):
+        with pytest.raises(RequestError, match="n is 2, and stream takes one answer; use generate"):
+            mlxserve.stream(model, "a", n=2, temperature=1.0)
+        with pytest.raises(RequestError, match="best_of is 3, and stream takes one answer"):
+            mlxserve.stream(model, "a", best_of=3, temperature=1.0)
 
 
 def test_closing_a_stream_ends_its_answer(llm):

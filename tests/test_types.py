@@ -45,6 +45,13 @@ from mlxserve.types import Request, SamplingParams
         ({"logprobs": "no"}, "logprobs is 'no'; it must be True or False"),
         ({"ignore_eos": 1}, "ignore_eos is 1"),
         ({"top_logprobs": 21}, "top_logprobs is 21; it must be between 0 and 20"),
+        ({"n": 0}, "n is 0; it must be between 1 and 128"),
+        ({"n": 129, "temperature": 1}, "n is 129; it must be between 1 and 128"),
+        ({"n": None}, "n is None; it must be a whole number"),
+        ({"best_of": 1.5}, "best_of is 1.5; it must be a whole number"),
+        ({"n": 3, "best_of": 2, "temperature": 1}, "best_of is 2 and n is 3; .* at least n"),
+        ({"n": 2}, "n is 2, and with temperature 0 all answers would be equal; set temperature"),
+        ({"best_of": 2}, "best_of is 2, and with temperature 0 all answers"),
     ],
 )
 def test_bad_sampling_values_are_named(params, message):
@@ -62,6 +69,21 @@ def test_a_single_stop_string_and_none_are_taken_as_meant():
 def test_numpy_numbers_are_numbers():
     params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3))
     assert (params.temperature, params.max_tokens) == (0.5, 3)
+
+
+def test_each_sample_has_a_seed_of_its_own():
+    params = SamplingParams(temperature=1.0, n=2, best_of=4, seed=2**64 - 2)
+    assert params.drawn == 4
+    samples = [params.sample(i) for i in range(4)]
+    assert [sample.seed for sample in samples] == [2**64 - 2, 2**64 - 1, 0, 1]
+    assert all((s.n, s.best_of, s.logprobs, s.temperature) == (1, None, True, 1) for s in samples)
+    assert SamplingParams(temperature=1.0, n=2).sample(1).seed is None
+    assert SamplingParams(temperature=1.0, n=2).sample(1).logprobs is False
+
+
+def test_the_engine_takes_one_answer_per_request():
+    with pytest.raises(RequestError, match="n is 2, and a request takes one answer"):
+        Request(id="r", prompt_ids=(1,), params=SamplingParams(n=2, temperature=1.0))
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 HELP = "Keep the computation of a long prompt in a file."
 EPILOG = """\b
 Example:
-  mlxserve cache build --prompt-file book.txt --out book.safetensors
-  mlxserve cache inspect book.safetensors
+  mlxserve cache build --prompt-file book.txt --out book.st
+  mlxserve cache inspect book.st
+  cat book.txt question.txt | mlxserve generate --prompt-cache book.st -p -
 """
 
 _File = Annotated[str, typer.Argument(metavar="FILE", help="What `cache build` made.")]
 
 
+@options.takes_engine
 def build(
     prompt_file: Annotated[
         str, typer.Option("--prompt-file", metavar="FILE", help="The prompt, as UTF-8.")
@@ -33,12 +35,14 @@ def build(
     system: options.System = None,
     raw: options.Raw = False,
     quiet: options.Quiet = False,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Compute a prompt, and keep what the model made of it in a file.
 
     Where the model has a chat template, the prompt is one message to it. Prompts that begin with
-    the same tokens start from the file. It serves the same model, on a machine with the same
-    kernels.
+    the same tokens start from the file. It serves the same model with the same --kv-bits and
+    --max-kv-size, on a machine with the same kernels.
     """
     terminal.end_on_broken_pipe()
     system = options.check_system(system, raw=raw)
@@ -51,15 +55,11 @@ def build(
     model = terminal.check_text("--model", model)
     path = Path(terminal.check_text("--out", out))
 
-    import mlxserve
     from mlxserve.cache import file
     from mlxserve.cli import models
 
     file.check_target(path)
-    ready = models.ready(model, quiet=quiet)
-    with terminal.Progress(quiet=quiet) as progress:
-        llm = mlxserve.load(ready, on_progress=progress)
-    with llm:
+    with models.load(model, engine, quiet=quiet) as llm:
         llm.save_cache(path, models.as_prompt(llm, model, text, system, raw=raw))
     if not quiet:
         saved = file.read(path)

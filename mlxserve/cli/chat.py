@@ -28,6 +28,7 @@ Examples:
 """
 
 
+@options.takes_engine
 @options.takes_sampling
 def chat(
     model: options.ModelArgument = DEFAULT_MODEL,
@@ -35,8 +36,11 @@ def chat(
     plain: Annotated[bool, typer.Option("--plain", help="Don't render markdown.")] = False,
     stats: Annotated[bool, typer.Option("--stats", help="Numbers after each answer.")] = False,
     quiet: options.Quiet = False,
+    prompt_cache: options.PromptCache = None,
+    no_prefix_cache: options.NoPrefixCache = False,
     *,
     sampling: dict[str, Any],
+    engine: dict[str, Any],
 ) -> None:
     """Talk with a model. It remembers the conversation; /help lists the commands.
 
@@ -46,14 +50,12 @@ def chat(
     terminal.end_on_broken_pipe()
     system = None if system is None else terminal.check_text("--system", system)
     name = terminal.check_text("MODEL", model)
+    engine["prefix_cache"] = not no_prefix_cache
+    saved = options.saved_prompt(prompt_cache, prefix_cache=not no_prefix_cache)
 
-    import mlxserve
     from mlxserve.cli import models
 
-    ready = models.ready(name, quiet=quiet)
-    with terminal.Progress(quiet=quiet) as progress:
-        llm = mlxserve.load(ready, on_progress=progress)
-    with llm:
+    with models.load(name, engine, quiet=quiet, saved=saved) as llm:
         if llm.tokenizer.chat_template is None:
             raise RequestError(
                 f"{name} has no chat template; continue texts with `mlxserve generate --raw`"
@@ -231,7 +233,8 @@ class _Session:
             used = len(self._llm.tokenizer.encode(prompt, add_special_tokens=False))
         terminal.note(f"context: {used} of {self._llm.context_tokens} tokens")
         if self._last is not None:
-            terminal.note(f"last: {terminal.statistics(self._last)}")
+            head = "last: "
+            terminal.note(head + terminal.statistics(self._last, columns=80 - len(head)))
 
     def _help(self, argument: str) -> None:
         _no_argument("/help", argument)

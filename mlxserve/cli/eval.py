@@ -5,7 +5,7 @@ import math
 import signal
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,7 @@ DEFAULT_CONTEXT = 512
 _number = partial(typer.Option, parser=options.whole, metavar="N")
 
 
+@options.takes_engine
 def evaluate(
     perplexity: Annotated[
         str, typer.Option("--perplexity", metavar="FILE", help="The text, as UTF-8.")
@@ -35,12 +36,15 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts: one JSON object.")] = False,
     quiet: options.Quiet = False,
+    *,
+    engine: dict[str, Any],
 ) -> None:
     """Measure a model's perplexity on a text, and its bits per byte.
 
     The text is read in windows of --context tokens that begin --stride tokens apart. All of the
     first window's tokens count, and of the others only those that are new. A smaller stride gives
     each token more context and takes longer. Bits per byte compare models whose tokens differ.
+    With --kv-bits, they are those of the model with a packed cache.
     """
     terminal.end_on_broken_pipe()
     for name, value in (("--context", context), ("--stride", stride)):
@@ -54,13 +58,9 @@ def evaluate(
         raise RequestError(f"{file} is empty; give a text of at least two tokens")
     model = terminal.check_text("MODEL", model)
 
-    import mlxserve
     from mlxserve.cli import models
 
-    ready = models.ready(model, quiet=quiet)
-    with terminal.Progress(quiet=quiet) as progress:
-        llm = mlxserve.load(ready, on_progress=progress)
-    with llm:
+    with models.load(model, engine, quiet=quiet) as llm:
         context = _check_context(context, llm.context_tokens)
         _check_stride(stride, context)
         measured = _Perplexity(llm, file, text, context, stride or max(1, context // 2))

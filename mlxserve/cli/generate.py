@@ -20,9 +20,11 @@ Examples:
   mlxserve generate --prompt 'Name a cat' --temp 0.8 --top-p 0.95 --seed 7
   cat notes.txt | mlxserve generate --system 'Sum up in a line.' --prompt -
   mlxserve generate --raw --prompt 'Once upon a time' --stop . > story.txt
+  cat book.txt question.txt | mlxserve generate --prompt-cache book.st -p -
 """
 
 
+@options.takes_engine
 @options.takes_sampling
 def generate(
     prompt: options.Prompt,
@@ -30,8 +32,10 @@ def generate(
     system: options.System = None,
     raw: options.Raw = False,
     quiet: options.Quiet = False,
+    prompt_cache: options.PromptCache = None,
     *,
     sampling: dict[str, Any],
+    engine: dict[str, Any],
 ) -> None:
     """Answer one prompt, word by word as the model makes it.
 
@@ -41,9 +45,17 @@ def generate(
     terminal.end_on_broken_pipe()
     system = options.check_system(system, raw=raw)
     prompt = _read_prompt(prompt, raw=raw)
-    raise typer.Exit(
-        _run(terminal.check_text("--model", model), prompt, system, sampling, raw, quiet)
-    )
+    model = terminal.check_text("--model", model)
+    saved = options.saved_prompt(prompt_cache)
+
+    from mlxserve.cli import models
+
+    with models.load(model, engine, quiet=quiet, saved=saved) as llm:
+        answer = _Answer(llm, models.as_prompt(llm, model, prompt, system, raw=raw))
+        code = answer.stream(sampling)
+        if not quiet:
+            terminal.note(answer.statistics())
+    raise typer.Exit(code)
 
 
 def _read_prompt(prompt: str, *, raw: bool) -> str:
@@ -56,24 +68,6 @@ def _read_prompt(prompt: str, *, raw: bool) -> str:
     if not prompt:
         raise RequestError("the prompt is empty; give --prompt some text")
     return terminal.check_text("--prompt", prompt)
-
-
-def _run(
-    model: str, prompt: str, system: str | None, sampling: dict[str, Any], raw: bool, quiet: bool
-) -> int:
-    """Load, answer, and return the exit code."""
-    import mlxserve
-    from mlxserve.cli import models
-
-    ready = models.ready(model, quiet=quiet)
-    with terminal.Progress(quiet=quiet) as progress:
-        llm = mlxserve.load(ready, on_progress=progress)
-    with llm:
-        answer = _Answer(llm, models.as_prompt(llm, model, prompt, system, raw=raw))
-        code = answer.stream(sampling)
-        if not quiet:
-            terminal.note(answer.statistics())
-    return code
 
 
 class _Answer:

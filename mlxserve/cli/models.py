@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -33,6 +33,23 @@ def ready(model: str, *, quiet: bool = False) -> str:
     if new is not None:
         here = download(new, quiet=quiet, instead=f"it isn't here; `mlxserve pull {ref} --yes` ")
     return str(here)
+
+
+def load(
+    model: str, engine: dict[str, Any], *, quiet: bool = False, saved: Path | None = None
+) -> "LLM":
+    """The model of a command's one user; see `ready`.
+
+    engine: of EngineConfig. saved: a prompt cache to start from, which was found to be sound.
+    """
+    import mlxserve
+
+    found = ready(model, quiet=quiet)
+    with terminal.Progress(quiet=quiet) as progress:
+        llm = mlxserve.load(found, on_progress=progress, **engine)
+    if saved is not None:
+        llm.load_cache(saved)
+    return llm
 
 
 def download(

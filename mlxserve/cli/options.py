@@ -1,13 +1,17 @@
-"""Options of the commands that make text. Ranges are checked in one place: SamplingParams."""
+"""Options that several commands share. Ranges are checked by SamplingParams and EngineConfig."""
 
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from functools import partial, wraps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from mlxserve.cli import terminal
+from mlxserve.config import EngineConfig
+from mlxserve.engine import estimates
 from mlxserve.errors import RequestError
 from mlxserve.types import SamplingParams
 
@@ -33,6 +37,8 @@ _choice = partial(typer.Option, rich_help_panel="How the next token is chosen")
 _length_n = partial(_length, parser=whole, metavar="N")
 _choice_n = partial(_choice, parser=whole, metavar="N")
 _choice_x = partial(_choice, parser=number, metavar="X")
+_cache = partial(typer.Option, rich_help_panel="Cache and memory")
+_cache_n = partial(_cache, parser=whole, metavar="N")
 
 Prompt = Annotated[
     str, typer.Option("--prompt", "-p", metavar="TEXT", help="What to answer; - reads stdin.")
@@ -80,6 +86,33 @@ LogitBias = Annotated[
     _choice("--logit-bias", metavar="ID=VALUE", help="Added to a token's logit. Repeatable."),
 ]
 
+KVBits = Annotated[
+    str | None,
+    _cache("--kv-bits", metavar="BITS", help="16, 8, 4 or KEYS/VALUES. [default: as computed]"),
+]
+MaxKVSize = Annotated[
+    int | None, _cache_n("--max-kv-size", help="Tokens that full attention keeps at most.")
+]
+Keep = Annotated[
+    int | None, _cache_n("--keep", help="Of these, the first N; the others are the last.")
+]
+MaxBatchedTokens = Annotated[
+    int | None, _cache_n("--max-batched-tokens", help="Of a step; longer prompts are cut to it.")
+]
+Memory = Annotated[
+    float | None,
+    _cache("--memory", parser=number, metavar="GIB", help="In all. [default: what is free here]"),
+]
+TraceFile = Annotated[
+    str | None, _cache("--trace", metavar="FILE", help="Times of steps, for ui.perfetto.dev.")
+]
+PromptCache = Annotated[
+    str | None, _cache("--prompt-cache", metavar="FILE", help="Start from what `cache build` made.")
+]
+NoPrefixCache = Annotated[
+    bool, _cache("--no-prefix-cache", help="Compute each prompt from its first token.")
+]
+
 _DEFAULTS = SamplingParams()
 _SAMPLING: dict[str, tuple[Any, Any]] = {
     "temperature": (Temperature, _DEFAULTS.temperature),
@@ -97,6 +130,14 @@ _SAMPLING: dict[str, tuple[Any, Any]] = {
     "stop_token_ids": (StopTokenIds, None),
     "ignore_eos": (IgnoreEos, False),
 }
+_ENGINE: dict[str, tuple[Any, Any]] = {
+    "kv_bits": (KVBits, None),
+    "max_kv_size": (MaxKVSize, None),
+    "keep": (Keep, None),
+    "max_batched_tokens": (MaxBatchedTokens, None),
+    "memory": (Memory, None),
+    "trace": (TraceFile, None),
+}
 
 
 def check_system(system: str | None, *, raw: bool) -> str | None:
@@ -109,17 +150,33 @@ def check_system(system: str | None, *, raw: bool) -> str | None:
 
 
 def takes_sampling(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command all the options above; it gets their values, checked, as `sampling`: a dict.
+    """Give a command the options of sampling; it gets their values, checked, as `sampling`: a dict.
 
     So that each is written once, and no command can leave one out.
     """
+    return _takes(command, "sampling", _SAMPLING, _checked)
 
+
+def takes_engine(command: Callable[..., None]) -> Callable[..., None]:
+    """The same with the options of cache and memory: as `engine`, for `mlxserve.load`.
+
+    For commands that run one request at a time.
+    """
+    return _takes(command, "engine", _ENGINE, _checked_engine)
+
+
+def _takes(
+    command: Callable[..., None],
+    as_name: str,
+    table: Mapping[str, tuple[Any, Any]],
+    check: Callable[[dict[str, Any]], dict[str, Any]],
+) -> Callable[..., None]:
     @wraps(command)
     def run(**values: Any) -> None:
-        sampling = {name: values.pop(name) for name in _SAMPLING}
-        command(sampling=_checked(sampling), **values)
+        checked = check({name: values.pop(name) for name in table})
+        command(**{as_name: checked}, **values)
 
-    run.__signature__ = signature(command, "sampling", _SAMPLING)  # type: ignore[attr-defined]
+    run.__signature__ = signature(command, as_name, table)  # type: ignore[attr-defined]
     return run
 
 
@@ -145,6 +202,43 @@ def _checked(sampling: dict[str, Any]) -> dict[str, Any]:
     sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"] or ())
     SamplingParams(**sampling)
     return sampling
+
+
+def _checked_engine(values: dict[str, Any]) -> dict[str, Any]:
+    """What was given, by the names of EngineConfig. Raises RequestError."""
+    given = {name: value for name, value in values.items() if value is not None}
+    if "memory" in given:
+        estimates.check_above_zero("--memory", given["memory"])
+        given["memory_limit_bytes"] = int(given.pop("memory") * 2**30)
+    if "trace" in given:
+        given["trace"] = _target(given["trace"])
+    engine = {"max_batch": 1, **given}
+    EngineConfig(**engine)
+    return engine
+
+
+def _target(trace: str) -> Path:
+    path = Path(terminal.check_text("--trace", trace))
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise RequestError(
+            f"--trace is {trace!r}, and no file can be made there; name one in a folder that can "
+            "be written to"
+        )
+    return path
+
+
+def saved_prompt(file: str | None, *, prefix_cache: bool = True) -> Path | None:
+    """--prompt-cache as a path, once the file is found to be sound.
+
+    Raises RequestError where there is no prefix cache to put it into, ModelError for other files.
+    """
+    if file is None:
+        return None
+    if not prefix_cache:
+        raise RequestError("--prompt-cache needs what --no-prefix-cache turns off; drop one")
+    from mlxserve.cache import file as cache_file
+
+    return cache_file.read(Path(terminal.check_text("--prompt-cache", file))).path
 
 
 def _parse_logit_bias(pairs: list[str]) -> dict[int, float]:

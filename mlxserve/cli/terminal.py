@@ -65,13 +65,23 @@ def harmless(text: str) -> str:
     return text.translate(_CONTROLS)
 
 
-def statistics(done: "Completion") -> str:
-    """One line of at most 80 columns: how much, how fast, and why it ended."""
+def statistics(done: "Completion", columns: int = 80) -> str:
+    """One line: how much, how fast, and why it ended; without rates where it would be too long."""
+    line = _statistics(done, rates=True)
+    return line if len(line) <= columns else _statistics(done, rates=False)
+
+
+def _statistics(done: "Completion", *, rates: bool) -> str:
     usage, speed = done.usage, done.timings
-    parts = [
-        f"{usage.prompt_tokens} prompt tokens{per_second(speed.prefill_tokens_per_s)}",
-        f"{usage.completion_tokens} new{per_second(speed.decode_tokens_per_s)}",
-    ]
+    prompt = new = ""
+    if rates:
+        # What was in the cache took no time, and a rate over it would mislead.
+        prompt = "" if usage.cached_tokens else per_second(speed.prefill_tokens_per_s)
+        new = per_second(speed.decode_tokens_per_s)
+    parts = [f"{usage.prompt_tokens} prompt tokens{prompt}"]
+    if usage.cached_tokens:
+        parts.append(f"{usage.cached_tokens} cached")
+    parts.append(f"{usage.completion_tokens} new{new}")
     if speed.ttft_s is not None:
         parts.append(f"first after {speed.ttft_s:.2f} s")
     return f"{', '.join(parts)} ({done.finish_reason})"

@@ -116,6 +116,27 @@ def test_it_remembers_the_conversation(tiny, tiny_model_dir):
     assert done.stderr.count("cut off after 8 tokens (--max-tokens).") == 2
 
 
+def test_a_turn_starts_from_what_the_turns_before_left_in_the_cache(tiny, tiny_model_dir):
+    questions = ["Tell me a long story about a fox and a dog, please. " * 2, "Go on."]
+    done = tiny("--stats", stdin=lines(*questions, "/stats"))
+    alone = tiny("--stats", "--no-prefix-cache", stdin=lines(*questions))
+    with mlxserve.load(tiny_model_dir, prefix_cache=False) as llm:
+        first = llm.generate([user(questions[0].strip())], max_tokens=8)
+        messages = [user(questions[0].strip()), assistant(first.text), user(questions[1])]
+        second = llm.generate(messages, max_tokens=8)
+    assert done.code == 0
+    assert done.stdout.split() == f"{first.text}\n{second.text}".split()
+    assert done.stdout == alone.stdout
+    turns = re.findall(r"^(?:last: )?(\d+) prompt tokens(?:, (\d+) cached)?", done.stderr, re.M)
+    asked = [answer.usage.prompt_tokens for answer in (first, second)]
+    assert [int(prompt) for prompt, _ in turns] == [*asked, asked[1]]
+    assert turns[0][1] == ""
+    # All that was asked and said, but for letters of the answer that weren't whole.
+    assert asked[0] <= int(turns[1][1]) < asked[1]
+    assert turns[2] == turns[1]
+    assert "cached" not in alone.stderr
+
+
 def test_sampling_and_system_are_generates(tiny, tiny_model_dir):
     how = ["--temp", "0.9", "--top-k", "40", "--seed", "7"]
     done = tiny("--system", "Be brief.", *how, stdin=lines("Hello"))
@@ -237,6 +258,10 @@ def test_bad_options(here, tmp_path):
     assert_refused(here("chat", "--temp", "-1"), "temperature is -1")
     assert_refused(here("chat", "--system", b"\xff"), "--system isn't valid UTF-8")
     assert_refused(here("chat", str(tmp_path / "none")), str(tmp_path / "none"))
+    assert_refused(here("chat", "--kv-bits", "3"), "kv_bits is '3'")
+    assert_refused(here("chat", "--prompt-cache", "none.st"), "none.st: No such file")
+    both = ("--prompt-cache", "none.st", "--no-prefix-cache")
+    assert_refused(here("chat", *both), "--prompt-cache needs what --no-prefix-cache turns off")
 
 
 def test_model_without_a_template(cli, tmp_path):

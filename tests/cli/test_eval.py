@@ -86,6 +86,20 @@ def test_token_by_token(measure, reference):
     assert math.log(got["perplexity"]) == pytest.approx(np.mean(losses), abs=1e-5)
 
 
+def test_a_packed_cache_is_measured_from_the_first_whole_page_on(measure, text_file):
+    text_file.write_text("Twelve boxers hunt Victor across the great dike of Sylt.")
+    plain = measure("--json")
+    assert measure("--json", "--kv-bits", "4").stdout == plain.stdout
+    text_file.write_text(TEXT)
+    losses = [
+        math.log(numbers(measure("--json", *bits))["perplexity"])
+        for bits in ([], ["--kv-bits", "8"], ["--kv-bits", "4"])
+    ]
+    errors = [abs(loss - losses[0]) for loss in losses[1:]]
+    assert 0 < errors[0] < 0.01
+    assert errors[0] < errors[1] < 0.3
+
+
 def test_what_is_printed(measure):
     done = measure()
     assert done.code == 0
@@ -122,6 +136,7 @@ def test_bad_text(measure, text_file, content, words):
         (["--context", "0"], "--context is 0"),
         (["--stride", "-1"], "--stride is -1"),
         (["--context", "x"], "'x' isn't a whole number"),
+        (["--kv-bits", "2"], "kv_bits is '2'"),
         (["--context", "16", "--stride", "17"], "--stride is 17, over the context of 16"),
     ],
 )

@@ -1,13 +1,19 @@
 """`generate`: what goes to stdout, what to stderr, and how it ends."""
 
+import contextlib
+import json
 import re
 import signal
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 import mlxserve
 from mlxserve.cli import generate as command
+from mlxserve.cli import models, terminal
+from mlxserve.types import Completion, Timings, Usage
 
 # Starts a process or a server per test, too long for `make check`.
 pytestmark = pytest.mark.full
@@ -95,17 +101,32 @@ def test_seeded_sampling_as_in_python(tiny, expected):
     assert tiny("--prompt", QUESTION, *options).stdout == answer
 
 
-def test_every_option_reaches_sampling(here, monkeypatch):
+@pytest.fixture
+def loads(monkeypatch):
+    """What the program loads a model with, and then samples with; no model is loaded."""
     seen = []
-    monkeypatch.setattr(command, "_run", lambda *args, **kwargs: seen.append((args, kwargs)) or 0)
+
+    def load(model, engine, **kwargs):
+        seen.append(engine)
+        tokenizer = SimpleNamespace(chat_template=None)
+        return contextlib.nullcontext(SimpleNamespace(tokenizer=tokenizer))
+
+    monkeypatch.setattr(models, "load", load)
+    monkeypatch.setattr(
+        command._Answer, "stream", lambda self, sampling: seen.append(sampling) or 0
+    )
+    return seen
+
+
+def test_every_option_reaches_sampling(here, loads):
     line = (
-        "generate --prompt x --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 5 "
+        "generate --quiet --prompt x --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 5 "
         "--repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3 "
         "--logit-bias 5=-1.5 --logit-bias 6=2 --max-tokens 9 --min-tokens 4 --stop a --stop b "
         "--stop-token-id 7 --stop-token-id 8 --ignore-eos"
     )
     assert here(*line.split()).code == 0
-    assert next(a for a in seen[0][0] if isinstance(a, dict)) == {
+    assert loads[1] == {
         "temperature": 0.5,
         "top_k": 3,
         "top_p": 0.9,
@@ -121,6 +142,58 @@ def test_every_option_reaches_sampling(here, monkeypatch):
         "stop_token_ids": (7, 8),
         "ignore_eos": True,
     }
+
+
+def test_every_option_reaches_the_engine(here, loads, tmp_path):
+    line = (
+        "generate --quiet --prompt x --kv-bits 8/4 --max-kv-size 512 --keep 4 "
+        f"--max-batched-tokens 16 --memory 1.5 --trace {tmp_path}/t.json"
+    )
+    assert here(*line.split()).code == 0
+    assert loads[0] == {
+        "max_batch": 1,
+        "kv_bits": "8/4",
+        "max_kv_size": 512,
+        "keep": 4,
+        "max_batched_tokens": 16,
+        "memory_limit_bytes": 3 << 29,
+        "trace": tmp_path / "t.json",
+    }
+    assert here("generate", "--quiet", "--prompt", "x").code == 0
+    assert loads[2] == {"max_batch": 1}
+
+
+def test_packed_cache_and_trace(tiny, tiny_model_dir, tmp_path):
+    """Four bits change the answer to a prompt of more than a page, as they do in Python."""
+    text = QUESTION * 8
+    with mlxserve.load(tiny_model_dir, kv_bits=4) as llm:
+        packed = llm.generate([user(text)], max_tokens=8).text
+    done = tiny("--prompt", text, "--kv-bits", "4", "--trace", str(tmp_path / "t.json"))
+    assert done.stdout.rstrip("\n") == packed.rstrip("\n")
+    assert done.stdout != tiny("--prompt", text).stdout
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("cached", [0, 131_008])
+@pytest.mark.parametrize(("rate", "ttft_s"), [(None, None), (99.9, 0.12), (1234.5, 123.45)])
+def test_statistics_fit_a_line(cached, rate, ttft_s):
+    timings = Timings(ttft_s=ttft_s, prefill_tokens_per_s=rate, decode_tokens_per_s=rate)
+    for prompt, new in ((131_071, 512), (131_071, 32_768)):
+        done = Completion(
+            text="",
+            token_ids=(),
+            finish_reason="cancelled",
+            usage=Usage(prompt, new, cached),
+            timings=timings,
+        )
+        line = terminal.statistics(done)
+        assert len(line) <= 80
+        assert line.startswith(f"{prompt} prompt tokens")
+        assert ("131008 cached" in line) == bool(cached)
+        assert f" {new} new" in line
+    assert terminal.statistics(replace(done, usage=Usage(9, 2, 8), timings=timings)).startswith(
+        f"9 prompt tokens, 8 cached, 2 new{terminal.per_second(rate)}"
+    )
 
 
 def assert_refused(done, *words):
@@ -161,6 +234,19 @@ def assert_refused(done, *words):
         ("--stop-token-id", "two", "'two' isn't a whole number"),
         ("--stop-token-id", "-2", "is -2"),
         ("--system", b"\xff", "--system isn't valid UTF-8"),
+        ("--kv-bits", "5", "kv_bits is '5'; it must be 16, 8 or 4"),
+        ("--kv-bits", "8/", "kv_bits is '8/'"),
+        ("--max-kv-size", "0", "keep is 0 and max_kv_size 0"),
+        ("--keep", "4", "keep is 4, which needs max_kv_size"),
+        ("--max-batched-tokens", "0", "max_batched_tokens is 0"),
+        ("--max-batched-tokens", "many", "'many' isn't a whole number"),
+        ("--memory", "0", "--memory is 0; it must be a finite number above 0"),
+        ("--memory", "nan", "--memory is nan"),
+        ("--memory", "8GB", "'8GB' isn't a number"),
+        ("--trace", "/", "--trace is '/', and no file can be made there"),
+        ("--trace", "no-such-folder/t.json", "--trace is 'no-such-folder/t.json'"),
+        ("--prompt-cache", "none.st", "none.st: No such file"),
+        ("--prompt-cache", __file__, "it is not a prompt cache"),
         ("--prompt", "", "the prompt is empty"),
         ("--prompt", b"a\xff", "--prompt isn't valid UTF-8 at character 1"),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from mlxserve.types import SamplingParams
 
+IN_PYTHON_ONLY = {"logprobs", "top_logprobs", "n", "best_of"}
 HEAVY = ("mlx", "numpy", "jinja2", "tokenizers", "torch", "transformers", "rich", "prompt_toolkit")
 
 
@@ -43,7 +44,7 @@ def test_unknown_command_suggests_one(here):
 def test_generate_help_teaches(here):
     done = here("generate", "--help")
     assert done.code == 0
-    names = {field.name for field in fields(SamplingParams)} - {"logprobs", "top_logprobs"}
+    names = {field.name for field in fields(SamplingParams)} - IN_PYTHON_ONLY
     for name in names | {"model", "prompt", "system", "raw", "quiet"}:
         assert (
             f"--{name.removesuffix('s') if name == 'stop_token_ids' else name}".replace("_", "-")
@@ -72,6 +73,19 @@ def test_chat_takes_every_option_of_sampling(here):
     shown = here("chat", "--help").stdout
     for option in ("--temperature", "--seed", "--logit-bias", "--max-tokens", "--stop-token-id"):
         assert option in shown
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "eval", "cache build"])
+def test_commands_that_load_a_model_take_every_option_of_its_cache(here, command):
+    shown = here(*command.split(), "--help").stdout
+    assert "Cache and memory:" in shown
+    for option in ("kv-bits BITS", "max-kv-size N", "keep N", "max-batched-tokens N"):
+        assert f"  --{option}" in shown
+    for option in ("memory GIB", "trace FILE"):
+        assert f"  --{option}" in shown
+    assert ("--prompt-cache" in shown) == (command in ("generate", "chat"))
+    assert ("--no-prefix-cache" in shown) == (command == "chat")
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_plan_help_groups_its_numbers(here):
