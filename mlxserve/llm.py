@@ -1,4 +1,4 @@
-"""The offline API over the engine: `generate`, `stream`, `score`."""
+"""The offline API over the engine: `generate`, `stream`, `score`, `prompt_logprobs`."""
 
 import itertools
 import queue
@@ -29,13 +29,17 @@ from mlxserve.sources.resolve import resolve
 from mlxserve.text.stream import TextStream
 from mlxserve.text.tokenizer import Tokenizer
 from mlxserve.types import (
+    MAX_TOP_LOGPROBS,
     Batch,
     Completion,
+    Logprob,
     OnProgress,
     Piece,
     Prompt,
     Request,
     SamplingParams,
+    TokenOut,
+    checked_integer,
     from_names,
 )
 
@@ -133,42 +137,54 @@ class LLM:
         return self._stream(answer)
 
     def score(self, tokens: str | list[int]) -> np.ndarray:
-        """The logits after each token of a text: float32 `[T, V]`; row i predicts token i + 1."""
-        ids = self._encode(tokens)
-        blocks = self.score_blocks(ids)
+        """The logits after each token of a text: float32 `[T, V]`; row i predicts token i + 1.
+
+        Of 8,192 tokens over 152,000 they take 5 GB; see `prompt_logprobs` for less.
+        """
+        deliveries = self._read(ids := self._encode(tokens))
         logits = np.empty((len(ids), self._engine.info.vocab_size), np.float32)
         filled = 0
-        for block in blocks:
+        for out in deliveries:
+            block: Any = out.prompt_logits
             logits[filled : filled + len(block)] = block
             filled += len(block)
         return logits
 
-    def score_blocks(self, tokens: str | list[int]) -> Iterator[np.ndarray]:
-        """The same in blocks of some positions, `[n, V]`, as they are computed.
+    def prompt_logprobs(self, tokens: str | list[int], top: int = 0) -> list[Logprob | None]:
+        """How likely each token of a text is, given those before it; None for the first.
 
-        For long texts: the logits of 8,192 positions over 152,000 tokens are 5 GB.
+        top: the likeliest alternatives to report with each. A text may be longer than the context
+        by the token that is only predicted. Raises RequestError for bad input.
         """
+        top = checked_integer("top", top, 0, MAX_TOP_LOGPROBS)
+        found: list[Logprob | None] = [None]
+        for out in self._read(self._encode(tokens), top):
+            found += out.prompt_logprobs
+        return found
+
+    def _read(self, ids: list[int], top: int | None = None) -> Iterator[TokenOut]:
+        """Read a text without an answer: its logits, or, with `top`, log-probabilities."""
         request = Request(
             id=self._next_id(),
-            prompt_ids=tuple(self._encode(tokens)),
+            prompt_ids=tuple(ids),
             params=SamplingParams(),
             score=True,
+            prompt_logprobs=top,
         )
         self._engine.check([request])
-        return self._score(request)
+        return self._deliveries(request)
 
-    def _score(self, request: Request) -> Iterator[np.ndarray]:
+    def _deliveries(self, request: Request) -> Iterator[TokenOut]:
         out: TokenQueue = queue.SimpleQueue()
         try:
             self._engine.submit([request], out)
-            last = False
-            while not last:
+            while True:
                 got = out.get()
                 if got.error is not None:
                     raise got.error
-                if got.prompt_logits is not None:
-                    yield got.prompt_logits
-                last = got.last
+                yield got
+                if got.last:
+                    return
         finally:
             self._engine.abort([request.id])
 

@@ -1,8 +1,4 @@
-"""How well a model predicts a text: the windows it is read in, and the loss of each token."""
-
-import numpy as np
-
-_BLOCK_BYTES = 32 << 20
+"""How well a model predicts a text: the windows that it is read in."""
 
 
 def windows(n_tokens: int, context: int, stride: int) -> list[tuple[int, int, int]]:
@@ -25,20 +21,3 @@ def windows(n_tokens: int, context: int, stride: int) -> list[tuple[int, int, in
         if end == n_tokens:
             break
     return found
-
-
-def token_losses(logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Minus the log-probability of each target, in nats: float64 `[T]`.
-
-    logits: `[T, V]`; targets: `[T]`, ids. In float64, a few rows at a time: all of `[T, V]` would
-    be twice the size of the logits themselves.
-    """
-    rows = max(1, _BLOCK_BYTES // (8 * logits.shape[1]))
-    losses = np.empty(len(targets), np.float64)
-    for at in range(0, len(targets), rows):
-        block = logits[at : at + rows].astype(np.float64)
-        chosen = np.take_along_axis(block, targets[at : at + rows, None], axis=1)[:, 0]
-        top = block.max(axis=1)
-        np.exp(block - top[:, None], out=block)
-        losses[at : at + rows] = np.log(block.sum(axis=1)) + top - chosen
-    return losses

@@ -29,7 +29,8 @@ class Sequence:
     preempted: whether it had to start over; what it finds in the cache then is its own.
     cached: prompt tokens that were found in the cache; matched: those that agreed with a prefix of
         it, whether or not every layer could resume there; None: nothing was looked up.
-    scored: positions whose logits were delivered; a scored request that starts over skips them.
+    scored: positions of which what was to be read is delivered; a request that starts over skips
+        them.
     counts: occurrences of each token, an array `[V]` on the device, for penalties only.
     """
 
@@ -95,7 +96,7 @@ class Sequence:
     @property
     def total(self) -> int:
         """Tokens this request wants computed as things stand."""
-        return len(self.ids) + self.pending
+        return len(self.ids) + self.pending - self.request.unread
 
     @property
     def accepted(self) -> int:
@@ -105,7 +106,7 @@ class Sequence:
     @property
     def outputs(self) -> int:
         """New tokens, counting the one in flight."""
-        return self.total - len(self.request.prompt_ids)
+        return len(self.ids) + self.pending - len(self.request.prompt_ids)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,7 +82,7 @@ class SamplingParams:
         for name, (low, high) in _INTEGERS.items():
             value = getattr(self, name)
             if not (value is None and name in ("max_tokens", "seed", "best_of")):
-                self._set(name, _integer(name, value, low, high))
+                self._set(name, checked_integer(name, value, low, high))
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -121,14 +121,16 @@ class SamplingParams:
                 raise RequestError(f"stop string {text!r} must be a non-empty string")
         self._set("stop", stop)
         ids = _tuple("stop_token_ids", self.stop_token_ids)
-        self._set("stop_token_ids", tuple(_integer("a stop token id", token, 0) for token in ids))
+        self._set(
+            "stop_token_ids", tuple(checked_integer("a stop token id", token, 0) for token in ids)
+        )
 
     def _set_logit_bias(self) -> None:
         biases = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(biases, Mapping):
             raise RequestError(f"logit_bias is {biases!r}; it must map token ids to numbers")
         checked = {
-            _integer("a logit_bias token id", token, 0): _number(
+            checked_integer("a logit_bias token id", token, 0): _number(
                 f"logit_bias[{token}]", bias, -1e9, 1e9
             )
             for token, bias in biases.items()
@@ -199,7 +201,8 @@ def _number(name: str, value: Any, low: float, high: float) -> float:
     return number
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+def checked_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """A whole number of Python's or NumPy's, as an int. Raises RequestError that names it."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise RequestError(f"{name} is {value!r}; it must be a whole number")
     number = int(value)
@@ -230,9 +233,14 @@ def from_names(cls: type[T], what: str, values: dict[str, Any]) -> T:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One prompt to continue, or, with `score`, to read only: its logits are the answer.
+    """One prompt to continue, or, with `score`, to read only.
 
     stop_ids: ids that end the answer: the model's own end ids and the caller's stop_token_ids.
+    score: there is no answer; what is read of the prompt are the logits after each token, or, if
+        prompt_logprobs is set, those.
+    prompt_logprobs: report the log-probability of each prompt token but the first, given those
+        before it, and so many of the likeliest alternatives; None: report nothing.
+        Where the prompt is read, the prefix cache is neither used nor filled.
     priority: from -100 to 100; waiting requests of a smaller number start first.
     tenant: on whose behalf. Tenants get equal shares, and none finds another's prompts in the
         cache, where timing would tell them.
@@ -250,6 +258,7 @@ class Request:
     params: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     score: bool = False
+    prompt_logprobs: int | None = None
     priority: int = 0
     tenant: str = ""
     adapter: str = ""
@@ -258,8 +267,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.params.check_single("a request")
-        priority = _integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        priority = checked_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         object.__setattr__(self, "priority", priority)
+        if self.prompt_logprobs is not None:
+            top = checked_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+            object.__setattr__(self, "prompt_logprobs", top)
         for name in ("tenant", "adapter"):
             if not isinstance(getattr(self, name), str):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a string")
@@ -276,12 +288,22 @@ class Request:
         """What separates the prefixes of one request from those of another."""
         return self.adapter, self.tenant
 
+    @property
+    def reads(self) -> bool:
+        """Whether something is reported of every position of the prompt, so all are computed."""
+        return self.score or self.prompt_logprobs is not None
+
+    @property
+    def unread(self) -> int:
+        """Tokens at the end of the prompt that are only predicted and never computed: 0 or 1."""
+        return int(self.score and self.prompt_logprobs is not None and len(self.prompt_ids) > 1)
+
     def validate(self, *, vocab_size: int, context_tokens: int) -> None:
         """Check what only the model can know. Raises RequestError."""
         if not self.prompt_ids:
             raise RequestError("the prompt is empty; give at least one token")
         n = len(self.prompt_ids)
-        room = context_tokens if self.score else context_tokens - 1
+        room = context_tokens + self.unread if self.score else context_tokens - 1
         if n > room:
             raise RequestError(
                 f"the prompt has {n} tokens, and this model can take {room} here; shorten it"
@@ -373,16 +395,18 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenOut:
-    """What the engine delivers: a token, the logits of a scored chunk, or the end of a request.
+    """What the engine delivers: a token, what was read of a prompt, or the end of a request.
 
     The last one of a request has `finish_reason` or `error` set, and `timings` and `usage`.
-    prompt_logits: float32 `[n, V]`, for a scored request only, in order of position.
+    prompt_logits: float32 `[n, V]`, for a scored request only; prompt_logprobs: of the next n
+    tokens of the prompt. Both come in order of position, and the last of them with the first token.
     """
 
     request_id: str
     token_id: int | None = None
     logprob: Logprob | None = None
     prompt_logits: "np.ndarray | None" = None
+    prompt_logprobs: tuple[Logprob, ...] = ()
     finish_reason: FinishReason | None = None
     timings: Timings | None = None
     usage: Usage | None = None

@@ -138,6 +138,43 @@ def test_scores_read_packed_pages_from_the_second_page_on(tiny_model_dir, llm, m
     assert error.max() < 0.05 * np.abs(plain).max()
 
 
+def test_prompt_logprobs_are_those_of_the_scores(llm):
+    ids = llm.tokenizer.encode("Once upon a time")
+    rows = llm.score(ids).astype(np.float64)
+    exact = rows - np.log(np.exp(rows).sum(-1, keepdims=True))
+    for text in ("Once upon a time", ids, np.array(ids)):
+        first, *others = llm.prompt_logprobs(text, top=3)
+        assert first is None
+        assert [found.token_id for found in others] == ids[1:]
+        for found, row in zip(others, exact, strict=False):
+            assert abs(found.logprob - row[found.token_id]) < 1e-5
+            assert [token for token, _ in found.top] == np.argsort(-row)[:3].tolist()
+    assert [found.top for found in llm.prompt_logprobs(ids)[1:]] == [()] * (len(ids) - 1)
+    assert llm.prompt_logprobs([7]) == [None]
+
+
+def test_a_text_to_read_may_fill_the_context_and_one_token_more(llm):
+    ids = [1, 2] * (llm.context_tokens // 2) + [3]
+    assert len(llm.prompt_logprobs(ids)) == llm.context_tokens + 1
+    with pytest.raises(RequestError, match=f"{llm.context_tokens + 2} tokens, and this model"):
+        llm.prompt_logprobs([*ids, 4])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("",), "the prompt is empty"),
+        (([1, 260],), "prompt token id 260 is out of range"),
+        (("a", 21), "top is 21; it must be between 0 and 20"),
+        (("a", -1), "top is -1"),
+        (("a", None), "top is None; it must be a whole number"),
+    ],
+)
+def test_what_can_t_be_read_is_refused_by_name(llm, arguments, message):
+    with pytest.raises(RequestError, match=message):
+        llm.prompt_logprobs(*arguments)
+
+
 def test_the_context_bounds_prompt_and_answer(llm):
     context = llm.context_tokens
     got = mlxserve.generate(llm, [1] * (context - 3), max_tokens=None, ignore_eos=True)

@@ -128,6 +128,20 @@ def test_the_limits_themselves_are_allowed():
     scored.validate(vocab_size=100, context_tokens=20)
 
 
+def test_a_text_may_be_longer_than_the_context_by_a_token_that_is_only_predicted():
+    def validate(n, **read):
+        request = Request(id="r", prompt_ids=(1,) * n, params=SamplingParams(), **read)
+        request.validate(vocab_size=100, context_tokens=20)
+
+    validate(21, score=True, prompt_logprobs=0)
+    with pytest.raises(RequestError, match="22 tokens, and this model can take 21"):
+        validate(22, score=True, prompt_logprobs=0)
+    with pytest.raises(RequestError, match="21 tokens, and this model can take 20"):
+        validate(21, score=True)
+    with pytest.raises(RequestError, match="20 tokens, and this model can take 19"):
+        validate(20, prompt_logprobs=0)
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -137,6 +151,10 @@ def test_the_limits_themselves_are_allowed():
         ({"priority": True}, "priority is True; it must be a whole number"),
         ({"tenant": None}, "tenant is None; it must be a string"),
         ({"adapter": 3}, "adapter is 3; it must be a string"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs is -1; it must be between 0 and 20"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be between 0 and 20"),
+        ({"prompt_logprobs": True}, "prompt_logprobs is True; it must be a whole number"),
+        ({"prompt_logprobs": 1.0}, "prompt_logprobs is 1.0; it must be a whole number"),
         ({"ttft_budget_s": 0}, "ttft_budget_s is 0, in which no token comes; use None"),
         ({"ttft_budget_s": -1.5}, "ttft_budget_s is -1.5"),
         ({"ttft_budget_s": math.nan}, "ttft_budget_s is nan"),
@@ -145,7 +163,7 @@ def test_the_limits_themselves_are_allowed():
         ({"ttft_budget_s": True}, "ttft_budget_s is True"),
     ],
 )
-def test_how_a_request_is_to_be_scheduled_is_checked(values, message):
+def test_what_else_a_request_asks_for_is_checked(values, message):
     with pytest.raises(RequestError, match=message):
         Request(id="r", prompt_ids=(1,), params=SamplingParams(), **values)
 

@@ -197,7 +197,7 @@ class CacheManager:
     # ---- Beginning, and going on from the tree.
 
     def _shares(self, seq: Sequence) -> bool:
-        return self.sharing and not seq.request.score  # every position of a score is computed
+        return self.sharing and not seq.request.reads  # then every position is computed
 
     def _prefix(self, seq: Sequence) -> list[Node]:
         root = self.tree.roots.get(seq.request.salt) if self._shares(seq) else None

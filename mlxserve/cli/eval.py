@@ -102,26 +102,18 @@ class _Perplexity:
 
     def run(self, *, quiet: bool) -> int:
         """Judge window after window; return the exit code: 0, or that of Ctrl-C or SIGTERM."""
-        import numpy as np
+        from mlxserve.perplexity import windows
 
-        from mlxserve.perplexity import token_losses, windows
-
-        ids = np.array(self._ids)
+        ids = self._ids
         todo = windows(len(ids), self.context, self.stride)
         if not quiet and not sys.stderr.isatty():
             terminal.note(f"scoring {len(ids) - 1} tokens in {len(todo)} windows ...")
         code = 0
         try:
             for start, end, scored_from in todo:
-                at = start + 1  # the token that a block's first row predicts
-                losses = []
-                for logits in self._llm.score_blocks(self._ids[start : end - 1]):
-                    skip = max(0, scored_from - at)
-                    losses += token_losses(
-                        logits[skip:], ids[at + skip : at + len(logits)]
-                    ).tolist()
-                    at += len(logits)
-                self._loss += math.fsum(losses)
+                read = self._llm.prompt_logprobs(ids[start:end])
+                judged = [found.logprob for found in read[scored_from - start :] if found]
+                self._loss -= math.fsum(judged)
                 self.tokens += end - scored_from
                 self._show_progress(quiet)
         except KeyboardInterrupt:

@@ -32,7 +32,7 @@ class InFlight:
         self._storage = storage
         self.sampled: list[Chunk] = []
         self.ids: mx.array | None = None
-        self._scored: dict[int, mx.array] = {}
+        self._to_read: dict[int, mx.array] = {}  # hidden states, by chunk
         self._finite: mx.array | None = None
         self._logprob_rows: list[int] = []
         self._logprobs: tuple[mx.array, ...] = ()
@@ -47,35 +47,38 @@ class InFlight:
             self._prompt(forward.hidden(ids, view))
 
     def _prompt(self, hidden: mx.array) -> None:
-        """A step with prompts: samples after the last token of each that is complete."""
+        """A step with prompts: samples after the last token of each that is complete.
+
+        What is read of them comes later, block by block: here, all logits would exist at once.
+        """
         last: list[int] = []
         first = 0
         for chunk in self.plan.chunks:
             if chunk.samples:
                 self.sampled.append(chunk)
                 last.append(first + chunk.n - 1)
-            elif chunk.seq.request.score:
-                self._scored[id(chunk)] = hidden[first : first + chunk.n]
+            if rows := _rows_to_read(chunk):
+                self._to_read[id(chunk)] = hidden[first : first + rows]
             first += chunk.n
         if last:
             self._sample(self._forward.logits(hidden[mx.array(last)]))
-        self._hidden = None if last or self._scored else hidden
+        self._hidden = None if last or self._to_read else hidden
 
     def _sample(self, logits: mx.array) -> None:
         seqs = [chunk.seq for chunk in self.sampled]
         best, self._finite = select.greedy(logits)
-        self.ids = sample(logits, seqs, best)
+        self.ids = ids = sample(logits, seqs, best)
         params = [seq.request.params for seq in seqs]
         self._logprob_rows = [row for row, p in enumerate(params) if p.logprobs]
         if self._logprob_rows:
             rows = mx.array(self._logprob_rows)
             top = max(p.top_logprobs for p in params)
-            self._logprobs = logprobs(logits[rows], self.ids[rows], top)
+            self._logprobs = logprobs(logits[rows], best[rows], ids[rows], top)
 
     def submit(self) -> None:
         """Start computing: the tokens together with everything the step wrote."""
         finite = [] if self._finite is None else [self._finite]
-        outputs = [*finite, *self._logprobs, *self._scored.values()]
+        outputs = [*finite, *self._logprobs, *self._to_read.values()]
         if not self.in_place:
             outputs += self._storage.written()
         first = self.ids if self.ids is not None else self._hidden
@@ -90,40 +93,49 @@ class InFlight:
         reported = self._read_logprobs(ids)
         results, row = [], 0
         for chunk in self.plan.chunks:
-            if chunk.samples:
-                failure = None if finite[row] else NOT_FINITE
-                results.append(ChunkResult(ids[row], reported.get(row), failure=failure))
-                row += 1
-            elif id(chunk) in self._scored:
-                logits = self._read_logits(self._scored[id(chunk)])
-                failure = None if np.isfinite(logits).all() else NOT_FINITE
-                results.append(ChunkResult(prompt_logits=logits, failure=failure))
-            else:
-                results.append(ChunkResult())
+            read = self._read_prompt(chunk) if id(chunk) in self._to_read else ChunkResult()
+            if not chunk.samples:
+                results.append(read)
+                continue
+            failure = read.failure if finite[row] else NOT_FINITE
+            prompt = read.prompt_logprobs
+            results.append(
+                ChunkResult(ids[row], reported.get(row), prompt_logprobs=prompt, failure=failure)
+            )
+            row += 1
         return results
 
     def _read_logprobs(self, ids: list[int]) -> dict[int, Logprob]:
         if not self._logprobs:
             return {}
-        chosen, top_ids, top_values = (np.array(array) for array in self._logprobs)
-        reported = {}
-        for i, row in enumerate(self._logprob_rows):
-            top = self.sampled[row].seq.request.params.top_logprobs
-            best = sorted(
-                zip(top_ids[i].tolist(), top_values[i].tolist(), strict=True),
-                key=lambda pair: (-pair[1], pair[0]),
-            )
-            reported[row] = Logprob(ids[row], float(chosen[i]), tuple(best[:top]))
-        return reported
+        rows = self._logprob_rows
+        tops = [self.sampled[row].seq.request.params.top_logprobs for row in rows]
+        found = _to_logprobs([ids[row] for row in rows], self._logprobs, tops)
+        return dict(zip(rows, found, strict=True))
 
-    def _read_logits(self, hidden: mx.array) -> np.ndarray:
-        """float32 `[n, V]`, block by block: a chunk's logits over a large vocabulary are large."""
+    def _read_prompt(self, chunk: Chunk) -> ChunkResult:
+        """What is asked of a prompt, block by block: logits over a large vocabulary are large."""
+        hidden, request = self._to_read[id(chunk)], chunk.seq.request
         rows = max(1, LOGITS_BLOCK_BYTES // (4 * self._forward.vocab_size))
-        blocks = [
-            np.array(self._forward.logits(hidden[i : i + rows]))
-            for i in range(0, hidden.shape[0], rows)
-        ]
-        return np.concatenate(blocks)
+        blocks = (
+            self._forward.logits(hidden[i : i + rows]) for i in range(0, hidden.shape[0], rows)
+        )
+        top = request.prompt_logprobs
+        if top is None:
+            logits = np.concatenate([np.array(block) for block in blocks])
+            failure = None if np.isfinite(logits).all() else NOT_FINITE
+            return ChunkResult(prompt_logits=logits, failure=failure)
+        found: list[Logprob] = []
+        for block in blocks:
+            at = chunk.start + 1 + len(found)  # the token that the block's first row predicts
+            ids = request.prompt_ids[at : at + block.shape[0]]
+            best, finite = select.greedy(block)
+            values = logprobs(block, best, mx.array(ids, mx.int32), top)
+            mx.eval(finite, *values)
+            if not np.array(finite).all():
+                return ChunkResult(failure=NOT_FINITE)
+            found += _to_logprobs(ids, values, [top] * len(ids))
+        return ChunkResult(prompt_logprobs=tuple(found))
 
 
 class Runner:
@@ -137,6 +149,25 @@ class Runner:
         """Build one step lazily on top of `previous`, whose tokens are not read yet."""
         self.storage.prepare(plan)
         return InFlight(plan, self._forward, self.storage, _input_ids(plan, previous))
+
+
+def _rows_to_read(chunk: Chunk) -> int:
+    """Rows from a chunk's first on of which something is reported."""
+    request = chunk.seq.request
+    if request.prompt_logprobs is not None:  # of rows that predict a token of the prompt
+        return max(0, min(chunk.n, len(request.prompt_ids) - 1 - chunk.start))
+    return chunk.n if request.score else 0
+
+
+def _to_logprobs(ids: Seq[int], arrays: Seq[mx.array], tops: Seq[int]) -> list[Logprob]:
+    """What `sampling.logprobs` found for some ids; tops: alternatives wanted of each."""
+    chosen, top_ids, top_values = (np.array(array).tolist() for array in arrays)
+    return [
+        Logprob(token, value, tuple(zip(best[:top], values[:top], strict=True)))
+        for token, value, best, values, top in zip(
+            ids, chosen, top_ids, top_values, tops, strict=True
+        )
+    ]
 
 
 def _input_ids(plan: StepPlan, previous: InFlight | None) -> mx.array:

@@ -15,6 +15,8 @@ from mlxserve.kernels import select
 from mlxserve.sequence import Sequence
 from mlxserve.types import SamplingParams
 
+SUM_GROUP = 256  # exponentials that are added up at once
+
 
 def sample(logits: mx.array, seqs: Seq[Sequence], best: mx.array) -> mx.array:
     """Draw one token per row, lazily.
@@ -45,17 +47,29 @@ def sample(logits: mx.array, seqs: Seq[Sequence], best: mx.array) -> mx.array:
     return ids
 
 
-def logprobs(logits: mx.array, ids: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Log-probabilities under the model: of the ids `[B]`, and the `top` likeliest, unsorted.
+def logprobs(
+    logits: mx.array, best: mx.array, ids: mx.array, top: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Log-probabilities under the model: of the ids, and of the `top` likeliest tokens.
 
-    logits: float32 `[B, V]`, as the model gave them. Returns values `[B]`, top ids and values `[B,
-    top]`.
+    logits: float32 `[B, V]`, as the model gave them; best, ids: int32 `[B]`, the likeliest of
+    `logits` and those wanted. Returns values `[B]`, then ids and values `[B, top]`, the likeliest
+    first and the lowest of equal ones.
     """
-    top = min(top, logits.shape[-1])
-    normalised = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(normalised, ids[:, None], axis=-1)[:, 0]
-    best = mx.argpartition(-normalised, kth=max(top - 1, 0), axis=-1)[:, :top]
-    return chosen, best, mx.take_along_axis(normalised, best, axis=-1)
+    highest = mx.take_along_axis(logits, best[:, None], axis=-1)
+    shifted = logits - highest  # before the sum, lest a large logit costs digits of a small loss
+    total = _logsumexp(shifted)
+    chosen = (mx.take_along_axis(shifted, ids[:, None], axis=-1) - total)[:, 0]
+    if not top:
+        nothing = mx.zeros((logits.shape[0], 0))
+        return chosen, nothing.astype(mx.int32), nothing
+    # One pass per token. A partial sort needs about as long, and takes any of equal ones.
+    found = [best[:, None]]
+    for _ in range(min(top, logits.shape[-1]) - 1):
+        logits = mx.put_along_axis(logits, found[-1], mx.array(-mx.inf), axis=-1)
+        found.append(select.greedy(logits)[0][:, None])
+    ids = mx.concatenate(found, axis=-1)
+    return chosen, ids, mx.take_along_axis(shifted, ids, axis=-1) - total
 
 
 def _penalised(logits: mx.array, seqs: Seq[Sequence]) -> mx.array:
@@ -114,6 +128,17 @@ def _key(seed: int, index: int) -> tuple[int, int]:
     digest = hashlib.blake2b(struct.pack("<QQ", seed, index), digest_size=8).digest()
     high, low = struct.unpack("<II", digest)
     return high, low
+
+
+def _logsumexp(x: mx.array) -> mx.array:
+    """`[B, 1]` of x `[B, V]`, in two stages.
+
+    In one, MLX adds a row's exponentials up in float32 one after another, and loses 1e-4 of them
+    over a vocabulary of 50,000.
+    """
+    x = mx.pad(x, [(0, 0), (0, -x.shape[-1] % SUM_GROUP)], constant_values=-mx.inf)
+    parts = mx.logsumexp(x.reshape(x.shape[0], -1, SUM_GROUP), axis=-1)
+    return mx.logsumexp(parts, axis=-1, keepdims=True)
 
 
 def _column(values) -> mx.array:

@@ -28,14 +28,16 @@ MIN_CHUNK_TOKENS = 32  # of prompts in a step, however slow it makes the answers
 
 @dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """What a step found for a chunk: a sampled token, the logits of a scored one, or neither.
+    """What a step found for a chunk: a sampled token, what was read of the prompt, both or neither.
 
+    prompt_logits: float32 `[n, V]`; prompt_logprobs: of the prompt tokens start + 1 .. start + n.
     failure: why nothing of it can be used.
     """
 
     token_id: int | None = None
     logprob: Logprob | None = None
     prompt_logits: "np.ndarray | None" = None
+    prompt_logprobs: tuple[Logprob, ...] = ()
     failure: str | None = None
 
 
@@ -196,23 +198,25 @@ class Scheduler:
         seq = chunk.seq
         if result.failure is not None:
             return TokenOut(request_id=seq.request.id, error=ModelError(result.failure))
+        end, known = chunk.start + chunk.n, max(0, seq.scored - chunk.start)
+        logits = None if result.prompt_logits is None else result.prompt_logits[known:]
+        logprobs = result.prompt_logprobs[known:]
+        finish_reason: FinishReason | None = None
         if result.token_id is not None:
             seq.ids.append(result.token_id)
-            return TokenOut(
-                request_id=seq.request.id,
-                token_id=result.token_id,
-                logprob=result.logprob,
-                finish_reason=self._finish_reason(seq),
-            )
-        end = chunk.start + chunk.n
-        if result.prompt_logits is None or end <= seq.scored:
+            finish_reason = self._finish_reason(seq)
+        elif not seq.request.reads or end <= seq.scored:
             return None
-        fresh = result.prompt_logits[max(0, seq.scored - chunk.start) :]
-        seq.scored = end
+        elif seq.request.score and end == seq.total:
+            finish_reason = "stop"
+        seq.scored = max(seq.scored, end)
         return TokenOut(
             request_id=seq.request.id,
-            prompt_logits=fresh,
-            finish_reason="stop" if end == len(seq.ids) else None,
+            token_id=result.token_id,
+            logprob=result.logprob,
+            prompt_logits=logits,
+            prompt_logprobs=logprobs,
+            finish_reason=finish_reason,
         )
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
@@ -255,7 +259,7 @@ class Scheduler:
         if seq not in self.running:  # preempted for an older one, a moment ago
             return None
         wanted = self._wanted(seq)
-        if seq.request.score:
+        if seq.request.score and seq.request.prompt_logprobs is None:
             n = min(n, SCORE_CHUNK_TOKENS)
         if self.manager.recurrent:
             n = self._to_border(seq.computed, n)

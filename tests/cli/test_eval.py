@@ -144,6 +144,13 @@ def test_bad_numbers(here, text_file, args, words):
     assert_refused(here("eval", "--perplexity", str(text_file), *args), words)
 
 
+def test_the_whole_context_of_a_model_may_be_used(measure, reference, text_file):
+    """Then a window is longer than the context, by the token that is only predicted."""
+    text_file.write_text(TEXT * 11, encoding="utf-8")
+    got = numbers(measure("--context", "2048", "--stride", "2048", "--json"))
+    assert got["tokens"] == len((TEXT * 11).encode()) - 1 > 2048
+
+
 def test_numbers_that_only_the_model_can_refuse(measure):
     assert_refused(measure("--context", "4096"), "--context is 4096", "2048")
     assert_refused(measure("--stride", "513"), "--stride is 513, over the context of 512")
@@ -162,14 +169,14 @@ def test_a_signal_shows_what_is_known_so_far(cli, tiny_model_dir, text_file, num
     source = f"""
 import os, sys
 from mlxserve.llm import LLM
-score = LLM.score_blocks
+read = LLM.prompt_logprobs
 calls = []
 def stop_in_the_third(self, ids):
     calls.append(ids)
     if len(calls) == 3:
         os.kill(os.getpid(), {int(number)})
-    return score(self, ids)
-LLM.score_blocks = stop_in_the_third
+    return read(self, ids)
+LLM.prompt_logprobs = stop_in_the_third
 sys.argv = ["mlxserve", "eval", "--perplexity", {str(text_file)!r}, {str(tiny_model_dir)!r},
             "--context", "10", "--stride", "5", "--json"]
 from mlxserve.cli import main

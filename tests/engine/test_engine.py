@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mlxserve.config import EngineConfig
+from mlxserve.engine import runner
 from mlxserve.engine.core import Core
 from mlxserve.engine.engine import Engine
 from mlxserve.errors import EngineDead, InvariantError, ModelError, RequestError
@@ -45,13 +46,14 @@ def start(tiny, **config):
     )
 
 
-def request(ids, name="r", score=False, stop_ids=(), **params):
+def request(ids, name="r", score=False, prompt_logprobs=None, stop_ids=(), **params):
     return Request(
         id=name,
         prompt_ids=tuple(int(i) for i in ids),
         params=SamplingParams(**params),
         stop_ids=frozenset(stop_ids),
         score=score,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -81,6 +83,16 @@ def run(tiny, requests, **config):
 def score(tiny, ids, **config):
     got = run(tiny, [request(ids, score=True)], **config)["r"]
     return np.concatenate([d.prompt_logits for d in got])
+
+
+def echoed(deliveries):
+    return [found for d in deliveries for found in d.prompt_logprobs]
+
+
+def log_softmax(logits):
+    x = logits.astype(np.float64)
+    x -= x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
 def continue_by_reference(tiny, ids, n):
@@ -230,6 +242,85 @@ def test_logprobs_equal_transformers():
         assert [t for t, _ in delivery.logprob.top] == np.argsort(-row)[:3].tolist()
 
 
+def test_prompt_logprobs_are_the_log_softmax_of_the_logits(tiny):
+    ids = prompt(200)
+    got = echoed(run(tiny, [request(ids, score=True, prompt_logprobs=4)])["r"])
+    exact = log_softmax(score(tiny, ids))[:-1]
+    reference = log_softmax(reference_logits(tiny.reference, ids))[:-1]
+    order = np.argsort(-exact, axis=-1, kind="stable")[:, :4]
+    assert [found.token_id for found in got] == ids[1:].tolist()
+    values = np.array([found.logprob for found in got])
+    np.testing.assert_allclose(values, exact[range(199), ids[1:]], atol=5e-6)
+    np.testing.assert_allclose(values, reference[range(199), ids[1:]], atol=2e-3)
+    assert [[token for token, _ in found.top] for found in got] == order.tolist()
+    top = np.array([[value for _, value in found.top] for found in got])
+    np.testing.assert_allclose(top, np.take_along_axis(exact, order, -1), atol=5e-6)
+
+
+def test_an_echo_precedes_the_answer_and_changes_neither():
+    """Chunks and blocks of any size, alone and with others, give the same bits."""
+    tiny, ids = tiny_llama(**LONG), prompt(150)
+    plain = run(tiny, [request(ids, max_tokens=9, top_logprobs=2)])["r"]
+    read = echoed(run(tiny, [request(ids, score=True, prompt_logprobs=3)])["r"])
+    both = request(ids, prompt_logprobs=3, max_tokens=9, top_logprobs=2)
+    others = [request(prompt(60), "a", max_tokens=40), request(prompt(90), "b", score=True)]
+    for rows, chunk in (([both], 7), ([both], 64), ([both, *others], 50), ([both], 1000)):
+        got = run(tiny, rows, max_batched_tokens=chunk)["r"]
+        assert echoed(got) == read
+        answer = [(d.token_id, d.logprob) for d in got if d.token_id is not None]
+        assert answer == [(d.token_id, d.logprob) for d in plain]
+        assert got[-1].usage.completion_tokens == 9
+
+
+@pytest.mark.parametrize("block_rows", [1, 7, 64])
+def test_the_size_of_a_block_changes_no_bit(monkeypatch, block_rows):
+    tiny, ids = tiny_llama(**LONG), prompt(150)
+    asked = request(ids, score=True, prompt_logprobs=3)
+    whole = echoed(run(tiny, [asked])["r"])
+    monkeypatch.setattr(runner, "LOGITS_BLOCK_BYTES", 4 * VOCAB_SIZE * block_rows)
+    assert echoed(run(tiny, [asked])["r"]) == whole
+
+
+@pytest.mark.full
+def test_an_echo_that_starts_over_gives_each_position_once():
+    tiny = tiny_llama(**LONG)
+    rows = [
+        request(prompt(100, seed=i), f"r{i}", prompt_logprobs=2, max_tokens=150) for i in range(4)
+    ]
+    expected = run(tiny, rows)
+    core = Core(
+        load_model(tiny.config, dict(tiny.weights)), EngineConfig(max_batch=4), pool_pages=8
+    )
+    out, got = queue.SimpleQueue(), {r.id: [] for r in rows}
+    core.admit(rows, out, 0.0)
+    while core.busy:
+        core.advance()
+    assert core.stats.preemptions > 0
+    while not out.empty():
+        delivery = out.get()
+        got[delivery.request_id].append(delivery)
+    for name in got:
+        assert echoed(got[name]) == echoed(expected[name])
+        assert tokens(got[name]) == tokens(expected[name])
+
+
+def test_reading_a_text_holds_no_logits_of_a_large_vocabulary(monkeypatch):
+    """Of 600 tokens over 50,000 they would take 120 MB; a block of them takes 4."""
+    tiny = tiny_llama(vocab_size=50_000, hidden_size=16, **LONG)
+    block = 4 << 20
+    monkeypatch.setattr(runner, "LOGITS_BLOCK_BYTES", block)
+    core = Core(load_model(tiny.config, dict(tiny.weights)), EngineConfig(max_batch=4))
+    core.storage.grow(core.manager.hot.pages, 16, 1)
+    out = queue.SimpleQueue()
+    core.admit([request(prompt(600), score=True, prompt_logprobs=2)], out, 0.0)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    while core.busy:
+        core.advance()
+    assert len(echoed([out.get() for _ in range(out.qsize())])) == 599
+    assert mx.get_peak_memory() - before < 5 * block
+
+
 @pytest.mark.full
 def test_decoding_writes_the_cache_in_place():
     """A large cache and a short text: if a step held on to a layer's pages, a copy would show."""
@@ -285,6 +376,8 @@ def test_logits_that_are_not_numbers_end_the_answer_with_a_reason():
     tiny.weights["model.norm.weight"] = mx.array(np.full(64, np.nan, np.float32))
     got = run(tiny, [request([1, 2], max_tokens=5), request([3], "s", temperature=1.0)])
     got |= run(tiny, [request([1, 2, 3], "scored", score=True)])
+    got |= run(tiny, [request([1, 2, 3], "read", score=True, prompt_logprobs=0)])
+    got |= run(tiny, [request([1, 2, 3], "echoed", prompt_logprobs=2)], max_batched_tokens=4)
     for deliveries in got.values():
         assert isinstance(deliveries[-1].error, ModelError)
         assert "aren't finite numbers" in str(deliveries[-1].error)

@@ -173,14 +173,36 @@ def test_no_stop_id_before_min_tokens():
     assert got == [False, False, True, True]
 
 
-def test_logprobs_are_the_model_s_own():
-    logits = random_logits(3)
-    ids = mx.array([4, 0, 9])
-    chosen, top_ids, top = (np.array(x) for x in logprobs(mx.array(logits), ids, 5))
+def own_logprobs(logits, ids, top):
+    best = mx.argmax(logits, axis=-1).astype(mx.int32)
+    return tuple(np.array(x) for x in logprobs(logits, best, mx.array(ids), top))
+
+
+@pytest.mark.parametrize("vocab", [3, V, 256, 1000, 50_001])
+def test_logprobs_are_the_model_s_own(vocab):
+    logits = np.random.default_rng(3).normal(size=(3, vocab), scale=3).astype(np.float32)
+    ids = [2, 0, vocab - 1]
     exact = logits.astype(np.float64)
     exact = exact - np.log(np.exp(exact).sum(-1, keepdims=True))
-    np.testing.assert_allclose(chosen, exact[range(3), [4, 0, 9]], atol=1e-5)
-    for row in range(3):
-        best = np.argsort(-exact[row])[:5]
-        assert set(top_ids[row]) == set(best)
-        np.testing.assert_allclose(sorted(top[row]), sorted(exact[row, best]), atol=1e-5)
+    for top in (0, 1, 5):
+        chosen, top_ids, values = own_logprobs(mx.array(logits), ids, top)
+        np.testing.assert_allclose(chosen, exact[range(3), ids], atol=3e-6)
+        order = np.argsort(-exact, axis=-1)[:, :top]
+        assert np.array_equal(top_ids, order)
+        np.testing.assert_allclose(values, np.take_along_axis(exact, order, -1), atol=3e-6)
+
+
+def test_equal_tokens_are_reported_lowest_id_first():
+    logits = np.zeros((2, V), np.float32)
+    logits[0, [41, 7, 30]] = 2.0
+    logits[1, 12] = -1.0
+    _, top_ids, _ = own_logprobs(mx.array(logits), [0, 0], 5)
+    assert top_ids.tolist() == [[7, 30, 41, 0, 1], [0, 1, 2, 3, 4]]
+
+
+def test_large_logits_cost_a_likely_token_no_digits():
+    """A token ahead of the others by 9: its loss is small beside the logits themselves."""
+    logits = np.full((1, V), 20_000.0, np.float32)
+    logits[0, 4] += 9.0
+    chosen, _, _ = own_logprobs(mx.array(logits), [4], 0)
+    np.testing.assert_allclose(chosen, -np.log1p(49 * np.exp(-9.0)), atol=3e-6)

@@ -18,14 +18,14 @@ from tests.support.schedules import PaperEngine
 EOS = 7
 
 
-def make(pages=100, hot=80, window=None, max_batch=32, max_batched_tokens=512):
+def make(pages=100, hot=80, window=None, max_batch=32, max_batched_tokens=512, sharing=False):
     specs = [FullKV(1, 4)] + ([WindowKV(1, 4, window)] if window else [])
     groups = group_layers(specs)
-    manager = CacheManager(groups, hot_pages=hot, pool_pages=[pages] * len(groups))
+    manager = CacheManager(groups, hot_pages=hot, pool_pages=[pages] * len(groups), sharing=sharing)
     return Scheduler(manager, max_batch, max_batched_tokens)
 
 
-def sequence(name, prompt, max_tokens=10, score=False, context=100_000):
+def sequence(name, prompt, max_tokens=10, score=False, prompt_logprobs=None, context=100_000):
     """A prompt of so many tokens, which no other name's begins like."""
     request = Request(
         id=name,
@@ -33,6 +33,7 @@ def sequence(name, prompt, max_tokens=10, score=False, context=100_000):
         params=SamplingParams(max_tokens=max_tokens),
         stop_ids=frozenset({EOS}),
         score=score,
+        prompt_logprobs=prompt_logprobs,
     )
     return Sequence.start(request, context, time.perf_counter())
 
@@ -136,6 +137,66 @@ def test_a_scored_request_that_starts_over_delivers_each_position_once():
     outputs = drive(scheduler)
     assert scheduler.counts.preemptions > 0
     assert [p for out in outputs["s"] for p in out.prompt_logits] == list(range(700))
+
+
+def predicted(outputs):
+    return [p for out in outputs for p in out.prompt_logprobs]
+
+
+@pytest.mark.parametrize("prompt", [1, 2, 64, 65, 230])
+def test_every_prompt_token_but_the_first_is_judged_and_the_last_is_not_computed(prompt):
+    scheduler = make(max_batched_tokens=100)
+    scheduler.add(sequence("r", prompt, score=True, prompt_logprobs=0))
+    scheduler.add(sequence("a", 5))
+    outputs = drive(scheduler)["r"]
+    assert predicted(outputs) == list(range(1, prompt))
+    assert [out.finish_reason for out in outputs] == [None] * (len(outputs) - 1) + ["stop"]
+    scheduler.add(seq := sequence("again", prompt, score=True, prompt_logprobs=0))
+    most = 0
+    while plan := scheduler.schedule():
+        most = max(most, seq.computed)
+        scheduler.commit(plan, [ChunkResult() for _ in plan.chunks])
+    assert most == max(1, prompt - 1)
+
+
+def test_an_echo_comes_before_the_first_token_or_with_it():
+    scheduler = make(max_batched_tokens=100)
+    scheduler.add(sequence("e", 230, max_tokens=3, prompt_logprobs=0))
+    outputs = drive(scheduler)["e"]
+    assert predicted(outputs) == list(range(1, 230))
+    assert [(out.token_id, len(out.prompt_logprobs)) for out in outputs] == [
+        (None, 100), (None, 100), (5, 29), (5, 0), (5, 0),
+    ]  # fmt: skip
+    assert outputs[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("score", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_what_starts_over_judges_each_token_once(score, ahead):
+    scheduler = make(pages=12, max_batched_tokens=4)
+    scheduler.add(sequence("a", 10, max_tokens=300))  # older, and it takes more and more
+    scheduler.add(seq := sequence("r", 650, 40, score=score, prompt_logprobs=0))
+    begun_again = []
+
+    def note(_):
+        begun_again.append(seq.scored > seq.computed > 0)
+
+    outputs = drive(scheduler, ahead=ahead, after_step=note)["r"]
+    assert scheduler.counts.preemptions > 0
+    assert any(begun_again), "it lost nothing that had been delivered"
+    assert predicted(outputs) == list(range(1, 650))
+    assert sum(out.token_id is not None for out in outputs) == (0 if score else 40)
+    assert [out.last for out in outputs] == [False] * (len(outputs) - 1) + [True]
+
+
+def test_an_echo_shares_no_prefix():
+    """What the cache has, no step computes, and nothing could be told of it."""
+    scheduler = make(sharing=True)
+    for i in range(3):
+        scheduler.add(sequence(f"e{i}", 200, max_tokens=2, prompt_logprobs=0))
+        outputs = drive(scheduler)[f"e{i}"]
+        assert predicted(outputs) == list(range(1, 200))
+    assert scheduler.counts.prefix_hits == 0
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5])

@@ -101,12 +101,15 @@ class PaperEngine:
             self.outputs.setdefault(out.request_id, []).append(out)
 
     def _result(self, chunk) -> ChunkResult:
-        if chunk.samples:
-            return ChunkResult(token_id=self.draw(tuple(chunk.seq.ids)))
-        scored = (
-            list(range(chunk.start, chunk.start + chunk.n)) if chunk.seq.request.score else None
-        )
-        return ChunkResult(prompt_logits=scored)
+        """What a device would report: positions, in place of what is told of them."""
+        request, positions, read = chunk.seq.request, range(chunk.start, chunk.start + chunk.n), {}
+        if request.prompt_logprobs is not None:
+            last = len(request.prompt_ids) - 1
+            read["prompt_logprobs"] = tuple(p + 1 for p in positions if p < last)
+        elif request.score:
+            read["prompt_logits"] = list(positions)
+        token = self.draw(tuple(chunk.seq.ids)) if chunk.samples else None
+        return ChunkResult(token_id=token, **read)
 
     def _grow(self) -> None:
         """As `Core._grow`, which must foresee how far the next step reaches."""
