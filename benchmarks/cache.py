@@ -230,7 +230,7 @@ def _page_bytes(core: Core) -> float:
 
 def saved(bench: Bench) -> dict[str, float]:
     """A cache of 7,900 tokens from a file, against computing it."""
-    ids, salt = bench.ids(LONG), ("", "")
+    ids, salt = bench.ids(LONG), ("", "", "")
     run = Run(core := bench.core())
     run.add(request("r", ids, 1))
     run.finish()

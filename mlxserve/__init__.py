@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from mlxserve.errors import (
     CapacityError,
+    ContextError,
     DamagedError,
     EngineDead,
     InvariantError,
@@ -38,6 +39,7 @@ __all__ = [
     "LLM",
     "CapacityError",
     "Completion",
+    "ContextError",
     "DamagedError",
     "EngineDead",
     "InvariantError",

@@ -13,7 +13,8 @@ Environment:
     MLXSERVE_CPU_LEVEL: avx512vnni, avx512, avx2 or portable, for the native CPU kernels (default:
         the best).
     MLXSERVE_CPU_THREADS: threads of the native CPU kernels (default: the cores it may use).
-
+    MLXSERVE_API_KEYS: keys of the HTTP server, separated by commas; where others can't see them, as
+        they can see a command line (default: none).
     HF_HUB_OFFLINE: 1 downloads nothing, from the Hub or elsewhere (default: off).
 
 huggingface_hub reads its own, which apply to models of the Hub: HF_HOME (their cache), HF_TOKEN,
@@ -22,10 +23,11 @@ HF_ENDPOINT and HF_HUB_DOWNLOAD_TIMEOUT are the ones of most use.
 
 import math
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from mlxserve.errors import RequestError
 
@@ -35,6 +37,8 @@ MAX_CPU_THREADS = 256
 Policy = Literal["fcfs", "prefix"]
 MAX_KERNEL_CHECK_S = 3600
 KV_BITS = (16, 8, 4)
+MAX_WAIT_S = 86_400
+MIN_KEY_CHARS = 8
 
 
 def home() -> Path:
@@ -113,6 +117,12 @@ def cpu_threads() -> int | None:
             f"MLXSERVE_CPU_THREADS is {text!r}; it must be a number from 1 to {MAX_CPU_THREADS}"
         )
     return int(text)
+
+
+def api_keys() -> list[str]:
+    """Keys of the HTTP server."""
+    found = os.environ.get("MLXSERVE_API_KEYS", "").split(",")
+    return [key.strip() for key in found if key.strip()]
 
 
 def kv_bits(value: int | str) -> tuple[int, int]:
@@ -202,6 +212,66 @@ class EngineConfig:
             raise RequestError(
                 f"keep is {keep} and max_kv_size {size}; keep must be at least 0 and less than it"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """What the HTTP server serves, to whom, and how much of it.
+
+    names: under which the model is served, the one that answers report first.
+    sampling: what requests that leave these fields of SamplingParams out are drawn with.
+    host, port: where it listens; port 0 takes one that is free.
+    allowed_hosts: names in a Host header that are let in, beside the machine's own where it listens
+        to this machine only; "*" lets in all.
+    cors_origins: web pages of these origins may call it; "*" all.
+    api_keys: one of them must come with each request; each is a tenant. None: no key is needed.
+    requests_per_minute, tokens_per_minute: of one tenant at the most.
+    strict: refuse fields that nobody knows, rather than name them in a header.
+    max_body_bytes, body_timeout_s: of a request's body; max_tools: tools in it.
+    header_timeout_s: for a request's head, and for the next one on a connection that is kept.
+    grace_s: how long running answers may go on after SIGTERM.
+    log_format: a line per request as "text" or "json"; log_prompts: with its prompt.
+    """
+
+    names: tuple[str, ...]
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    port: int = 8080
+    allowed_hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    strict: bool = False
+    max_body_bytes: int = 16 << 20
+    body_timeout_s: float = 60.0
+    max_tools: int = 128
+    header_timeout_s: float = 30.0
+    grace_s: float = 30.0
+    log_format: Literal["text", "json"] = "text"
+    log_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.names or not all(self.names):
+            raise RequestError(f"names is {self.names!r}; the model needs one")
+        if not 0 <= self.port <= 65535:
+            raise RequestError(f"port is {self.port}; it must be between 0 and 65535")
+        for name in ("requests_per_minute", "tokens_per_minute", "max_body_bytes", "max_tools"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RequestError(f"{name} is {value}; it must be at least 1")
+        for name in ("body_timeout_s", "header_timeout_s", "grace_s"):
+            value = getattr(self, name)
+            if not (_is_number(value) and 0 < value <= MAX_WAIT_S):
+                raise RequestError(
+                    f"{name} is {value!r}; it must be above 0 and at most {MAX_WAIT_S}"
+                )
+        for key in self.api_keys:
+            if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable():
+                raise RequestError(
+                    f"an API key of {len(key)} characters; it needs at least {MIN_KEY_CHARS}, of "
+                    "printable ASCII"
+                )
 
 
 def _is_number(value: object) -> bool:

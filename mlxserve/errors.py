@@ -9,6 +9,11 @@ class RequestError(MlxserveError, ValueError):
     """The request is wrong (a 4xx in HTTP): bad sampling values, an empty or too long prompt."""
 
 
+class ContextError(RequestError):
+    """The prompt is longer than the model, or the memory here, can take; its message says how long
+    it may be."""
+
+
 class CapacityError(MlxserveError):
     """The request is fine but there is no room for it now (429 or 503 in HTTP)."""
 

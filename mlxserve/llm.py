@@ -4,7 +4,7 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, overload
@@ -15,7 +15,7 @@ from mlxserve.answers import Answer, chosen
 from mlxserve.cache import file as cache_file
 from mlxserve.cache import transfer
 from mlxserve.config import EngineConfig
-from mlxserve.engine.core import EngineStats, TokenQueue
+from mlxserve.engine.core import EngineStats, TokenSink
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.footprint import loaded_bytes
 from mlxserve.errors import ModelError, RequestError
@@ -133,7 +133,6 @@ class LLM:
         if _as_batch(prompt) is not None:
             raise RequestError("stream takes one prompt; use generate for a list of prompts")
         ((answer,),) = self._answers([prompt], params)
-        self._engine.check([answer.request])
         return self._stream(answer)
 
     def score(self, tokens: str | list[int]) -> np.ndarray:
@@ -141,7 +140,7 @@ class LLM:
 
         Of 8,192 tokens over 152,000 they take 5 GB; see `prompt_logprobs` for less.
         """
-        deliveries = self._read(ids := self._encode(tokens))
+        deliveries = self._read(ids := self.encode(tokens))
         logits = np.empty((len(ids), self._engine.info.vocab_size), np.float32)
         filled = 0
         for out in deliveries:
@@ -158,7 +157,7 @@ class LLM:
         """
         top = checked_integer("top", top, 0, MAX_TOP_LOGPROBS)
         found: list[Logprob | None] = [None]
-        for out in self._read(self._encode(tokens), top):
+        for out in self._read(self.encode(tokens), top):
             found += out.prompt_logprobs
         return found
 
@@ -175,7 +174,7 @@ class LLM:
         return self._deliveries(request)
 
     def _deliveries(self, request: Request) -> Iterator[TokenOut]:
-        out: TokenQueue = queue.SimpleQueue()
+        out: queue.SimpleQueue[TokenOut] = queue.SimpleQueue()
         try:
             self._engine.submit([request], out)
             while True:
@@ -222,18 +221,18 @@ class LLM:
             self._engine.call(lambda core: core.manager.shared.unpin(key))
         return source.header.tokens
 
-    def load_cache(self, path: str | PathLike[str]) -> int:
+    def load_cache(self, path: str | PathLike[str], *, tenant: str = "") -> int:
         """Put a prompt that `save_cache` kept into the cache: prompts that begin so start from it.
 
-        It stays for as long as there is room. Returns its tokens. Raises DamagedError or ModelError
-        for a file that isn't sound, RequestError for one of another model or other settings, and
-        CapacityError where memory has no room.
+        tenant: whose prompts; see `Request`. It stays for as long as there is room. Returns its
+        tokens. Raises DamagedError or ModelError for a file that isn't sound, RequestError for one
+        of another model or other settings, and CapacityError where memory has no room.
         """
         self._check_prefix_cache()
         saved = cache_file.read(Path(path))
         cache_file.check_fingerprint(saved, self._fingerprint())
         cache_file.verify(saved)
-        salt = Request(id="", prompt_ids=(), params=SamplingParams()).salt
+        salt = Request(id="", prompt_ids=(), params=SamplingParams(), tenant=tenant).salt
         return self._engine.call(
             lambda core: transfer.restore(core.manager, core.storage, saved.path, salt, saved)
         )
@@ -252,9 +251,48 @@ class LLM:
             }
         return self._files | self._engine.info.fingerprint
 
+    def prepare(
+        self, ids: Sequence[int], params: SamplingParams, *, chat: bool = False, **options: Any
+    ) -> list[Answer]:
+        """The answers to draw for a prompt, for `submit`; as many as `params` asks for.
+
+        chat: the answer opens a text; other continuations keep the space before a first word.
+        options: further fields of Request, such as tenant. Raises RequestError for what this model
+        can't run.
+        """
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            # A config may name an id that the model doesn't have; it can't be drawn.
+            vocab_size = self._engine.info.vocab_size
+            stop_ids |= {token for token in self.tokenizer.eos_ids if token < vocab_size}
+        prompt_ids, answers = tuple(ids), []
+        for sample in (params.sample(index) for index in range(params.drawn)):
+            fields = {"prompt_ids": prompt_ids, "params": sample, "stop_ids": stop_ids, **options}
+            request = Request(id=self._next_id(), **fields)
+            text = TextStream(self.tokenizer, params.stop, at_start=chat)
+            answers.append(Answer(request, params, text, self.tokenizer.vocab_size))
+        self._engine.check([answers[0].request])
+        return answers
+
+    def submit(self, answers: Sequence[Answer], out: TokenSink) -> None:
+        """Queue what `prepare` made; what the engine delivers goes to `out`. Raises EngineDead."""
+        self._engine.submit([answer.request for answer in answers], out)
+
+    def abort(self, answers: Iterable[Answer]) -> None:
+        """End answers at the next step; those that are over already are left alone."""
+        self._engine.abort([answer.request.id for answer in answers])
+
     def stats(self) -> EngineStats:
         """What the engine is doing and has done."""
         return self._engine.stats
+
+    def idle_s(self) -> float | None:
+        """Seconds since the engine last did something; None once it has stopped."""
+        return self._engine.idle_s
+
+    def wait(self) -> BaseException | None:
+        """Wait until the engine has stopped, and say why; None if it was closed."""
+        return self._engine.wait()
 
     def close(self) -> None:
         """Stop the engine and give its memory back. Running answers end with EngineDead."""
@@ -273,7 +311,8 @@ class LLM:
     def _next_id(self) -> str:
         return f"r{next(self._ids)}"
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The token ids of a prompt: text, chat messages or ids. Raises RequestError."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if isinstance(prompt, np.ndarray):
@@ -291,30 +330,9 @@ class LLM:
 
     def _answers(self, prompts: list[Any], params: SamplingParams) -> list[list[Answer]]:
         """Of each prompt, the answers to draw."""
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            # A config may name an id that the model doesn't have; it can't be drawn.
-            vocab_size = self._engine.info.vocab_size
-            stop_ids |= {token for token in self.tokenizer.eos_ids if token < vocab_size}
-        samples = [params.sample(index) for index in range(params.drawn)]
-        drawn = []
-        for prompt in prompts:
-            ids = tuple(self._encode(prompt))
-            drawn.append(
-                [
-                    Answer(
-                        Request(
-                            id=self._next_id(), prompt_ids=ids, params=sample, stop_ids=stop_ids
-                        ),
-                        params,
-                        # Chat answers open a text; others keep the space before a first word.
-                        TextStream(self.tokenizer, params.stop, at_start=_is_chat(prompt)),
-                        self.tokenizer.vocab_size,
-                    )
-                    for sample in samples
-                ]
-            )
-        return drawn
+        return [
+            self.prepare(self.encode(prompt), params, chat=_is_chat(prompt)) for prompt in prompts
+        ]
 
     def _stream(self, answer: Answer) -> Iterator[Piece]:
         for piece in self._run([answer]):
@@ -324,10 +342,10 @@ class LLM:
 
     def _run(self, answers: list[Answer]) -> Iterator[str]:
         """Submit, then take tokens in as they come, until every answer is over."""
-        out: TokenQueue = queue.SimpleQueue()
+        out: queue.SimpleQueue[TokenOut] = queue.SimpleQueue()
         open_answers = {answer.request.id: answer for answer in answers}
         try:
-            self._engine.submit([answer.request for answer in answers], out)
+            self.submit(answers, out)
             while open_answers:
                 got = out.get()
                 if got.error is not None:
@@ -336,11 +354,11 @@ class LLM:
                 stopped = answer.stopped
                 yield answer.feed(got)
                 if answer.stopped and not stopped:
-                    self._engine.abort([got.request_id])
+                    self.abort([answer])
                 if got.last:
                     del open_answers[got.request_id]
         finally:
-            self._engine.abort(list(open_answers))
+            self.abort(open_answers.values())
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from mlxserve.errors import RequestError
+from mlxserve.errors import ContextError, RequestError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -244,6 +244,7 @@ class Request:
     priority: from -100 to 100; waiting requests of a smaller number start first.
     tenant: on whose behalf. Tenants get equal shares, and none finds another's prompts in the
         cache, where timing would tell them.
+    cache_salt: the same within a tenant: only requests with one salt find each other's prompts.
     adapter: the name of the adapter to run with, "" for none.
     ttft_budget_s: refuse the request at once if its first token can't be there in so many seconds;
         None waits as long as it takes.
@@ -261,6 +262,7 @@ class Request:
     prompt_logprobs: int | None = None
     priority: int = 0
     tenant: str = ""
+    cache_salt: str = ""
     adapter: str = ""
     ttft_budget_s: float | None = None
     pin_s: float | None = None
@@ -272,7 +274,7 @@ class Request:
         if self.prompt_logprobs is not None:
             top = checked_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
             object.__setattr__(self, "prompt_logprobs", top)
-        for name in ("tenant", "adapter"):
+        for name in ("tenant", "cache_salt", "adapter"):
             if not isinstance(getattr(self, name), str):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a string")
         if self.ttft_budget_s is not None:
@@ -284,9 +286,9 @@ class Request:
             object.__setattr__(self, "pin_s", _number("pin_s", self.pin_s, 0.0, MAX_PIN_S))
 
     @property
-    def salt(self) -> tuple[str, str]:
+    def salt(self) -> tuple[str, str, str]:
         """What separates the prefixes of one request from those of another."""
-        return self.adapter, self.tenant
+        return self.adapter, self.tenant, self.cache_salt
 
     @property
     def reads(self) -> bool:
@@ -305,7 +307,7 @@ class Request:
         n = len(self.prompt_ids)
         room = context_tokens + self.unread if self.score else context_tokens - 1
         if n > room:
-            raise RequestError(
+            raise ContextError(
                 f"the prompt has {n} tokens, and this model can take {room} here; shorten it"
             )
         named = (

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from mlxserve import config
-from mlxserve.cli import cache, chat, doctor, generate, ls, plan, pull, rm
+from mlxserve.cli import cache, chat, doctor, generate, ls, plan, pull, rm, serve
 from mlxserve.cli.eval import evaluate
 from mlxserve.errors import MlxserveError
 
@@ -43,6 +43,7 @@ app = typer.Typer(
 )
 app.command(cls=_Command, epilog=generate.EPILOG)(generate.generate)
 app.command(cls=_Command, epilog=chat.EPILOG)(chat.chat)
+app.command(cls=_Command, epilog=serve.EPILOG)(serve.serve)
 app.command("eval", cls=_Command)(evaluate)
 app.command(cls=_Command, epilog=plan.EPILOG)(plan.plan)
 app.command(cls=_Command, epilog=pull.EPILOG)(pull.pull)

@@ -1,13 +1,12 @@
 """The step, without a thread: cache, scheduler and runner, and the order they work in."""
 
 import logging
-import queue
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -28,8 +27,14 @@ from mlxserve.types import Request, TokenOut
 
 logger = logging.getLogger(__name__)
 
-TokenQueue = queue.SimpleQueue[TokenOut]
-"""Where a caller waits for its tokens; several requests may share one."""
+
+class TokenSink(Protocol):
+    """Where a caller's tokens go, such as a queue; several requests may share one.
+
+    put is called on the engine's thread, which waits for it.
+    """
+
+    def put(self, item: TokenOut, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ class EngineInfo:
 class Core:
     """What the engine thread does, without the thread: used by it alone, and by tests.
 
-    open: requests under way, with their queues. pool_pages: an upper bound on the pages of each
+    open: requests under way, with their sinks. pool_pages: an upper bound on the pages of each
     layer group, below what memory allows.
     """
 
@@ -113,7 +118,7 @@ class Core:
         self.meter = Meter(self.scheduler.pace, trace)
         self.runner = Runner(model, self.storage)
         self.in_flight: InFlight | None = None
-        self.open: dict[str, tuple[Seq, TokenQueue]] = {}
+        self.open: dict[str, tuple[Seq, TokenSink]] = {}
         self.stats = EngineStats()
         context = min(model.context_tokens, self.manager.tokens_at_most())
         fingerprint = cache_plan.fingerprint(groups, dtype)
@@ -123,7 +128,7 @@ class Core:
     def busy(self) -> bool:
         return self.scheduler.busy or self.in_flight is not None
 
-    def admit(self, requests: Sequence[Request], out: TokenQueue, at_s: float) -> None:
+    def admit(self, requests: Sequence[Request], out: TokenSink, at_s: float) -> None:
         """Take requests in; `at_s` is when they were submitted."""
         for request in requests:
             if request.id in self.open:

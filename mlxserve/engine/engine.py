@@ -25,7 +25,7 @@ import mlx.core as mx
 
 from mlxserve import device
 from mlxserve.config import EngineConfig
-from mlxserve.engine.core import Core, EngineInfo, EngineStats, TokenQueue
+from mlxserve.engine.core import Core, EngineInfo, EngineStats, TokenSink
 from mlxserve.errors import EngineDead, InvariantError
 from mlxserve.models.base import Model
 from mlxserve.sequence import Sequence as Seq
@@ -39,7 +39,7 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class _Submit:
     requests: tuple[Request, ...]
-    out: TokenQueue
+    out: TokenSink
     at_s: float
 
 
@@ -82,6 +82,7 @@ class Engine:
         self._door = threading.Lock()
         self._closed = False
         self._failure: BaseException | None = None
+        self._progress_s = time.monotonic()
         self._pid = os.getpid()
         started: queue.SimpleQueue[EngineInfo | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(
@@ -108,7 +109,7 @@ class Engine:
                 vocab_size=self.info.vocab_size, context_tokens=self.info.context_tokens
             )
 
-    def submit(self, requests: Sequence[Request], out: TokenQueue) -> None:
+    def submit(self, requests: Sequence[Request], out: TokenSink) -> None:
         """Queue requests; their tokens and their ends go to `out`.
 
         Raises RequestError if this model can't run one of them, and then none is queued; EngineDead
@@ -128,6 +129,16 @@ class Engine:
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests at the next step and free their pages; those already over are left alone."""
         self._inbox.put(_Abort(tuple(request_ids)))
+
+    @property
+    def idle_s(self) -> float | None:
+        """Seconds since the engine last did something; None once it has stopped."""
+        return None if self._closed else time.monotonic() - self._progress_s
+
+    def wait(self) -> BaseException | None:
+        """Wait until the engine has stopped. Returns why, or None if it was closed."""
+        self._thread.join()
+        return self._failure
 
     def call(self, work: Callable[[Core], T]) -> T:
         """Do something on the engine's thread, with no step under way, and wait for it.
@@ -196,7 +207,8 @@ class Engine:
                 core.check_integrity()
                 self.stats = core.stats
             while not core.busy or not self._inbox.empty():
-                match self._inbox.get():
+                message, self._progress_s = self._inbox.get(), time.monotonic()
+                match message:
                     case _Submit(requests, out, at_s):
                         core.admit(requests, out, at_s)
                     case _Abort(request_ids):
@@ -207,9 +219,9 @@ class Engine:
                         core.meter.close()
                         return
             core.advance()
-            self.stats = core.stats
+            self.stats, self._progress_s = core.stats, time.monotonic()
 
-    def _shut(self, unfinished: dict[str, tuple[Seq, TokenQueue]]) -> None:
+    def _shut(self, unfinished: dict[str, tuple[Seq, TokenSink]]) -> None:
         """Tell everyone who waits, and everyone who comes later, that it is over."""
         with self._door:
             self._closed = True

@@ -1,0 +1,176 @@
+"""`mlxserve serve`: the model behind HTTP, in OpenAI's dialect."""
+
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from mlxserve import config
+from mlxserve.cli import options, terminal
+from mlxserve.config import DEFAULT_MODEL, EngineConfig, Policy, ServerConfig
+from mlxserve.errors import RequestError
+from mlxserve.types import SamplingParams
+
+EPILOG = """\b
+Examples:
+  mlxserve serve
+  mlxserve serve --port 8000 --kv-bits 8 --max-batch 16
+  MLXSERVE_API_KEYS=k1,k2 mlxserve serve --host 0.0.0.0
+  curl localhost:8080/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+"""
+
+_network = partial(typer.Option, rich_help_panel="Network")
+_network_n = partial(_network, parser=options.whole, metavar="N")
+_network_s = partial(_network, parser=options.number, metavar="SECONDS")
+_access = partial(typer.Option, rich_help_panel="Who may ask, and how much")
+_access_n = partial(_access, parser=options.whole, metavar="N")
+_schedule = partial(typer.Option, rich_help_panel="Scheduling")
+_schedule_n = partial(_schedule, parser=options.whole, metavar="N")
+_schedule_x = partial(_schedule, parser=options.number)
+_absent = partial(typer.Option, rich_help_panel="For requests that leave these out")
+_absent_n = partial(_absent, parser=options.whole, metavar="N")
+_absent_x = partial(_absent, parser=options.number, metavar="X")
+
+Texts = list[str] | None
+
+
+@options.takes_engine
+def serve(
+    model: options.ModelArgument = DEFAULT_MODEL,
+    quiet: options.Quiet = False,
+    prompt_cache: options.PromptCache = None,
+    no_prefix_cache: options.NoPrefixCache = False,
+    host: Annotated[
+        str, _network("--host", metavar="ADDRESS", help="0.0.0.0 listens to other machines too.")
+    ] = "127.0.0.1",
+    port: Annotated[int, _network_n("--port", help="0 takes one that is free.")] = 8080,
+    served_name: Annotated[
+        Texts, _network("--served-name", metavar="NAME", help="The model's, here. Repeatable.")
+    ] = None,
+    allowed_host: Annotated[
+        Texts, _network("--allowed-host", metavar="NAME", help="In Host headers. Repeatable.")
+    ] = None,
+    cors_origin: Annotated[
+        Texts, _network("--cors-origin", metavar="URL", help="Of pages that may ask. Repeatable.")
+    ] = None,
+    max_body_mb: Annotated[int, _network_n("--max-body-mb", help="Of one request.")] = 16,
+    grace: Annotated[
+        float, _network_s("--grace", help="For running answers, after SIGTERM.")
+    ] = 30.0,
+    strict: Annotated[
+        bool, _network("--strict", help="Refuse unknown fields; else a header names them.")
+    ] = False,
+    api_key: Annotated[
+        Texts, _access("--api-key", metavar="KEY", help="Each is a tenant. Repeatable.")
+    ] = None,
+    api_key_file: Annotated[
+        str | None, _access("--api-key-file", metavar="FILE", help="One key on each line.")
+    ] = None,
+    requests_per_minute: Annotated[
+        int | None, _access_n("--requests-per-minute", help="Of one tenant.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        int | None, _access_n("--tokens-per-minute", help="Of one tenant, prompts too.")
+    ] = None,
+    max_batch: Annotated[int, _schedule_n("--max-batch", help="Requests in one step.")] = 32,
+    max_queue: Annotated[int, _schedule_n("--max-queue", help="Requests that may wait.")] = 1024,
+    policy: Annotated[
+        Policy, _schedule("--policy", help="Who starts next: the first, or the most cached.")
+    ] = "fcfs",
+    target_itl_ms: Annotated[
+        float | None,
+        _schedule_x("--target-itl-ms", metavar="MS", help="Cut prompts smaller, to keep steps so."),
+    ] = None,
+    temperature: Annotated[float | None, _absent_x("--temperature", "--temp", "-t")] = None,
+    top_p: Annotated[float | None, _absent_x("--top-p")] = None,
+    top_k: Annotated[int | None, _absent_n("--top-k")] = None,
+    min_p: Annotated[float | None, _absent_x("--min-p")] = None,
+    repetition_penalty: Annotated[float | None, _absent_x("--repetition-penalty")] = None,
+    max_tokens: Annotated[int | None, _absent_n("--max-tokens", "-n")] = None,
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option("--log-format", help="Of the line per request.")
+    ] = "text",
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="With the token ids of its prompt.")
+    ] = False,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Serve a model over HTTP, in OpenAI's dialect.
+
+    It listens to this machine only, unless --host says otherwise. SIGTERM and Ctrl-C let running
+    answers end. Exit codes: 0 stopped as asked, 1 the engine failed.
+    """
+    name = terminal.check_text("MODEL", model)
+    engine |= {"prefix_cache": not no_prefix_cache, "max_batch": max_batch, "max_queue": max_queue}
+    engine |= {"policy": policy, "target_itl_ms": target_itl_ms}
+    EngineConfig(**engine)
+    saved = options.saved_prompt(prompt_cache, prefix_cache=not no_prefix_cache)
+    given = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "max_tokens": max_tokens,
+    }
+    sampling = {field: value for field, value in given.items() if value is not None}
+    SamplingParams(**sampling)
+    settings = ServerConfig(
+        names=tuple(served_name or [Path(name).name if Path(name).exists() else name]),
+        sampling=sampling,
+        host=terminal.check_text("--host", host),
+        port=port,
+        allowed_hosts=tuple(allowed_host or ()),
+        cors_origins=tuple(cors_origin or ()),
+        api_keys=_keys(api_key or [], api_key_file),
+        requests_per_minute=requests_per_minute,
+        tokens_per_minute=tokens_per_minute,
+        strict=strict,
+        max_body_bytes=max_body_mb << 20,
+        grace_s=grace,
+        log_format=log_format,
+        log_prompts=log_prompts,
+    )
+    raise typer.Exit(_serve(name, engine, settings, saved, quiet=quiet))
+
+
+def _serve(
+    name: str, engine: dict[str, Any], settings: ServerConfig, saved: Path | None, *, quiet: bool
+) -> int:
+    from mlxserve.server import run
+    from mlxserve.server.tenants import tenant_names
+
+    level = logging.WARNING if quiet else logging.INFO
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
+    for noisy in ("uvicorn", "httpx"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    with run.listen(settings) as at:
+        from mlxserve.cli import models
+
+        with models.load(name, engine, quiet=quiet) as llm:
+            if saved is not None:
+                for tenant in tenant_names(settings.api_keys):  # none shares with another
+                    llm.load_cache(saved, tenant=tenant)
+
+            def on_ready(url: str) -> None:
+                if not quiet:
+                    terminal.note(f"{settings.names[0]} at {url}/v1; Ctrl-C ends the server")
+
+            return run.serve(llm, settings, at, on_ready)
+
+
+def _keys(given: list[str], file: str | None) -> tuple[str, ...]:
+    """From the options and the environment. Raises RequestError."""
+    keys = [*given, *config.api_keys()]
+    if file is not None:
+        lines = terminal.read_text("--api-key-file", file).splitlines()
+        found = [line.strip() for line in lines if line.strip()]
+        if not found:
+            raise RequestError(f"--api-key-file {file} has no key; write one on each line")
+        keys += found
+    return tuple(dict.fromkeys(keys))

@@ -1,0 +1,63 @@
+"""The ASGI application: routes, and what lies around them."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
+
+from mlxserve.config import ServerConfig
+from mlxserve.llm import LLM
+from mlxserve.server import openapi
+from mlxserve.server.delivery import Mailbox
+from mlxserve.server.endpoints import chat, completions, health, models
+from mlxserve.server.gate import Gate
+from mlxserve.server.journal import Journal
+from mlxserve.server.metrics import Metrics
+from mlxserve.server.service import Service
+from mlxserve.server.tenants import Tenants
+
+ROUTES = [
+    Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
+    Route("/v1/completions", completions.completions, methods=["POST"]),
+    Route("/v1/models", models.models),
+    Route("/v1/models/{name:path}", models.model),
+    Route("/tokenize", models.tokenize, methods=["POST"]),
+    Route("/detokenize", models.detokenize, methods=["POST"]),
+    Route("/health", health.health),
+    Route("/ready", health.ready),
+    Route("/metrics", health.metrics),
+    Route("/openapi.json", health.openapi),
+]
+
+
+def make_app(llm: LLM, config: ServerConfig) -> Starlette:
+    """The server of one model, for the event loop that is running. It does not close the model."""
+    metrics = Metrics(llm)
+    served = Service(
+        llm=llm,
+        config=config,
+        mailbox=Mailbox(asyncio.get_running_loop()),
+        metrics=metrics,
+        tenants=Tenants(config.api_keys, config.requests_per_minute, config.tokens_per_minute),
+        openapi=openapi.document(version("mlxserve")),
+    )
+    journal = Journal(metrics, config.log_format, prompts=config.log_prompts)
+    middleware = [Middleware(Gate, config=config, tenants=served.tenants, journal=journal)]
+    if config.cors_origins:
+        middleware.insert(
+            0,
+            Middleware(
+                CORSMiddleware,
+                allow_origins=config.cors_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+            ),
+        )
+    app = Starlette(routes=ROUTES, middleware=middleware)
+    app.state.service = served
+    return app

@@ -1,0 +1,148 @@
+"""From the engine's thread to the event loop: what a step made wakes it once, for all requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+
+from mlxserve.answers import Answer
+from mlxserve.llm import LLM
+from mlxserve.server.problems import Problem
+from mlxserve.types import TokenOut
+
+MAX_BEHIND = 4096
+"""Deliveries that may wait for a client who doesn't read; with more, its answers are ended."""
+
+BEGIN_S = 2.0
+"""How long a refusal may take and still be a status; then the head of a stream is written."""
+
+PING_S = 15.0
+"""Of silence, after which proxies and clients are told that the answer is coming."""
+
+
+class Mailbox:
+    """Where the engine puts every request's tokens, and where `Delivery` takes its own from.
+
+    `put` is called on the engine's thread, all else on the loop's.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._arrived: deque[TokenOut] = deque()
+        self._woken = False
+        self._deliveries: dict[str, Delivery] = {}
+
+    def put(self, item: TokenOut, /) -> None:
+        self._arrived.append(item)
+        if not self._woken:
+            self._woken = True
+            try:
+                self._loop.call_soon_threadsafe(self._hand_out)
+            except RuntimeError:  # the loop is closed: nobody waits any more
+                self._arrived.clear()
+
+    def _hand_out(self) -> None:
+        self._woken = False  # first: what arrives from here on wakes the loop again
+        while self._arrived:
+            out = self._arrived.popleft()
+            if (delivery := self._deliveries.get(out.request_id)) is not None:
+                delivery.take_in(out)
+
+    def register(self, request_id: str, delivery: Delivery) -> None:
+        self._deliveries[request_id] = delivery
+
+    def forget(self, request_id: str) -> None:
+        self._deliveries.pop(request_id, None)
+
+    def __len__(self) -> int:
+        """Requests that somebody waits for."""
+        return len(self._deliveries)
+
+
+class Delivery:
+    """The answers to one HTTP request, as they come, between `start` and `close`.
+
+    Iterating gives (index of the answer, the text that is new, what the engine delivered), or None
+    after PING_S of silence. Raises what the engine reports, and Problem for a client that went away
+    or doesn't read.
+    """
+
+    def __init__(self, llm: LLM, mailbox: Mailbox, answers: Sequence[Answer]) -> None:
+        self.answers = answers
+        self._llm = llm
+        self._mailbox = mailbox
+        self._open = {answer.request.id: index for index, answer in enumerate(answers)}
+        self._arrived: deque[TokenOut] = deque()
+        self._event = asyncio.Event()
+        self._failure: Exception | None = None
+
+    def start(self) -> None:
+        """Hand the requests to the engine. Raises EngineDead."""
+        for request_id in self._open:
+            self._mailbox.register(request_id, self)
+        try:
+            self._llm.submit(self.answers, self._mailbox)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End what is still open; its pages are free after the step that is under way."""
+        if self._open:
+            self._llm.abort([self.answers[index] for index in self._open.values()])
+            self._open = {}
+        for answer in self.answers:
+            self._mailbox.forget(answer.request.id)
+
+    def take_in(self, out: TokenOut) -> None:
+        self._arrived.append(out)
+        if len(self._arrived) > MAX_BEHIND:
+            self.fail(Problem(408, f"the client is {MAX_BEHIND} tokens behind; read faster"))
+        self._event.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the answers, and the iteration with this error."""
+        self._failure = self._failure or error
+        self.close()
+        self._arrived.clear()
+        self._event.set()
+
+    async def begun(self, timeout_s: float = BEGIN_S) -> None:
+        """Wait for a first delivery, at most so long. Raises the error that it may be.
+
+        While no byte of the answer is written, a refusal can still be a status.
+        """
+        try:
+            await asyncio.wait_for(self._event.wait(), timeout_s)
+        except TimeoutError:
+            return
+        if self._arrived and self._arrived[0].error is not None:
+            raise self._arrived[0].error
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, str, TokenOut] | None]:
+        while self._open or self._failure:
+            try:
+                async with asyncio.timeout(PING_S):
+                    await self._event.wait()
+            except TimeoutError:
+                yield None
+                continue
+            self._event.clear()
+            if self._failure is not None:
+                raise self._failure
+            while self._arrived:
+                yield self._feed(self._arrived.popleft())
+
+    def _feed(self, out: TokenOut) -> tuple[int, str, TokenOut]:
+        if out.error is not None:
+            raise out.error
+        index = self._open[out.request_id]
+        answer = self.answers[index]
+        was_stopped = answer.stopped
+        piece = answer.feed(out)
+        if answer.stopped and not was_stopped:
+            self._llm.abort([answer])
+        if out.last:
+            del self._open[out.request_id]
+        return index, piece, out

@@ -1,0 +1,1 @@
+"""One file per kind of endpoint: parse, prepare, format."""

@@ -1,0 +1,74 @@
+"""GET /v1/models, POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlxserve.server.problems import Problem
+from mlxserve.server.schema import (
+    DetokenizeReply,
+    DetokenizeRequest,
+    ModelList,
+    ModelReply,
+    TokenizeReply,
+    TokenizeRequest,
+)
+from mlxserve.server.service import Service, ignored_header, parse, read, reply, service
+
+
+async def models(request: Request) -> Response:
+    """The model, under each of its names."""
+    served = service(request)
+    return reply(ModelList([_model(served, name) for name in served.config.names]))
+
+
+async def model(request: Request) -> Response:
+    """The model under one name; 404 for another."""
+    served, name = service(request), request.path_params["name"]
+    served.check_model(name)
+    return reply(_model(served, name))
+
+
+def _model(served: Service, name: str) -> ModelReply:
+    return ModelReply(id=name, created=served.created, max_model_len=served.llm.context_tokens)
+
+
+async def tokenize(request: Request) -> Response:
+    """The ids of a text, or of a chat as the model would get it."""
+    served, data = service(request), await read(request)
+
+    def work() -> tuple[list[int], list[str]]:
+        asked, unknown = parse(data, TokenizeRequest, strict=served.config.strict)
+        served.check_model(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise Problem(400, "give one of prompt and messages")
+        tokenizer = served.llm.tokenizer
+        if asked.messages is not None:
+            if asked.add_special_tokens is not None:
+                raise Problem(
+                    400,
+                    "add_special_tokens is the template's to decide with messages; leave it out",
+                    param="add_special_tokens",
+                )
+            variables = asked.chat_template_kwargs or {}
+            return tokenizer.apply_chat_template(asked.messages, **variables), unknown
+        special = True if asked.add_special_tokens is None else asked.add_special_tokens
+        return tokenizer.encode(asked.prompt or "", add_special_tokens=special), unknown
+
+    ids, unknown = await served.prepare(work)
+    told = TokenizeReply(ids, len(ids), served.llm.context_tokens)
+    return reply(told, ignored_header(unknown))
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of ids."""
+    served, data = service(request), await read(request)
+
+    def work() -> tuple[str, list[str]]:
+        asked, unknown = parse(data, DetokenizeRequest, strict=served.config.strict)
+        served.check_model(asked.model)
+        return served.llm.tokenizer.decode(asked.tokens), unknown
+
+    text, unknown = await served.prepare(work)
+    return reply(DetokenizeReply(text), ignored_header(unknown))

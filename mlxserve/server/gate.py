@@ -1,0 +1,87 @@
+"""What every request passes on its way in: host, key, limits; and how errors go out."""
+
+from __future__ import annotations
+
+import time
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mlxserve.config import ServerConfig
+from mlxserve.server.journal import Journal
+from mlxserve.server.problems import Problem, problem_of, response
+from mlxserve.server.tenants import Tenants
+
+OPEN_PATHS = ("/health", "/ready", "/metrics", "/openapi.json")
+"""Those that need no key: probes and scrapers have none."""
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Gate:
+    """ASGI middleware around the routes. Puts `tenant` into the scope.
+
+    Written as plain ASGI: Starlette's BaseHTTPMiddleware would put a task and a queue between an
+    answer's chunks and the socket.
+    """
+
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, tenants: Tenants, journal: Journal
+    ) -> None:
+        self._app = app
+        self._tenants = tenants
+        self._journal = journal
+        self._hosts = None if "*" in config.allowed_hosts else _hosts(config)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status, started_s = 0, time.perf_counter()
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            problem = problem_of(error)
+            if not status and problem.status != 499:  # there is nobody to tell
+                await response(problem)(scope, receive, send)
+            status = status or problem.status
+        finally:
+            self._journal.note(scope, status or 499, started_s)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self._hosts is not None and _name(host) not in self._hosts:
+            raise Problem(
+                403, f"the Host header is {host[:100]!r}; start the server with --allowed-host"
+            )
+        if scope["path"] in OPEN_PATHS:
+            return
+        tenant = self._tenants.of(headers.get("authorization"), headers.get("x-api-key"))
+        if scope["method"] == "POST":
+            self._tenants.admit(tenant)
+        scope["tenant"] = tenant
+
+
+def _hosts(config: ServerConfig) -> frozenset[str] | None:
+    """The names to let in, or None for all: a web page must not reach a server on this machine by
+    a name that its owner has pointed here (DNS rebinding)."""
+    if config.host not in LOOPBACK and not config.allowed_hosts:
+        return None
+    return frozenset({*LOOPBACK, config.host, *(name.lower() for name in config.allowed_hosts)})
+
+
+def _name(host: str) -> str:
+    try:
+        return (urlsplit(f"//{host}").hostname or "").lower()
+    except ValueError:
+        return ""

@@ -1,0 +1,105 @@
+"""What `/metrics` tells, in Prometheus' format; names are documented in docs/metrics.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from mlxserve.llm import LLM
+from mlxserve.types import Timings, Usage
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+GAPS_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+class Metrics:
+    """Counts of one server. Used on the event loop's thread."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_Engine(llm))
+        self.requests = Counter(
+            "mlxserve_requests",
+            "HTTP requests, by path and status.",
+            ("path", "status"),
+            registry=self._registry,
+        )
+        self.outcomes = Counter(
+            "mlxserve_answers",
+            "Answers that ended, by reason.",
+            ("finish_reason",),
+            registry=self._registry,
+        )
+        self.ttft = Histogram(
+            "mlxserve_time_to_first_token_seconds",
+            "From submission to the first token.",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self.gaps = Histogram(
+            "mlxserve_inter_token_seconds",
+            "Mean time between an answer's tokens.",
+            buckets=GAPS_S,
+            registry=self._registry,
+        )
+        self.end_to_end = Histogram(
+            "mlxserve_request_seconds",
+            "From a request's head to its last byte.",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+
+    def note(self, finish_reason: str, timings: Timings, usage: Usage) -> None:
+        """Count an answer that ended."""
+        self.outcomes.labels(finish_reason).inc()
+        if timings.ttft_s is not None:
+            self.ttft.observe(timings.ttft_s)
+        if timings.decode_tokens_per_s:
+            self.gaps.observe(1 / timings.decode_tokens_per_s)
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _Engine(Collector):
+    """The engine's own figures, read when they are asked for."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._llm.stats()
+        gauges = {
+            "mlxserve_requests_running": ("Requests in the batch.", now.running),
+            "mlxserve_requests_waiting": ("Requests in the queue.", now.waiting),
+            "mlxserve_kv_cache_utilization": (
+                "Share of the cache's pages that running requests hold.",
+                now.pages_used / now.pages if now.pages else 0.0,
+            ),
+            "mlxserve_kv_pages_cached": ("Pages kept for prompts to come.", now.pages_cached),
+            "mlxserve_kv_pages_used": ("Pages that running requests hold.", now.pages_used),
+            "mlxserve_kv_cache_bytes": ("Bytes that the cache takes.", now.cache_bytes),
+            "mlxserve_peak_memory_bytes": ("The most that MLX held.", now.peak_memory_bytes),
+        }
+        counters = {
+            "mlxserve_steps": ("Steps computed.", now.steps),
+            "mlxserve_prompt_tokens": ("Prompt tokens of ended requests.", now.prompt_tokens),
+            "mlxserve_cached_prompt_tokens": ("Those found in the cache.", now.cached_tokens),
+            "mlxserve_prefix_hits": ("Requests that found some.", now.prefix_hits),
+            "mlxserve_completion_tokens": ("Tokens drawn.", now.completion_tokens),
+            "mlxserve_preemptions": ("Requests that had to start over.", now.preemptions),
+            "mlxserve_refused": ("Requests that could not even wait.", now.refused),
+            "mlxserve_step_seconds": ("Seconds with steps under way.", now.busy_s),
+            "mlxserve_step_gap_seconds": ("Of these, waiting for the next.", now.gap_s),
+        }
+        for name, (text, value) in gauges.items():
+            yield GaugeMetricFamily(name, text, value=value)
+        for name, (text, value) in counters.items():
+            yield CounterMetricFamily(name, text, value=value)

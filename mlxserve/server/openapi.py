@@ -1,0 +1,74 @@
+"""/openapi.json, from the structs of requests and replies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from mlxserve.server import schema
+
+REF = "#/components/schemas/{name}"
+
+# path, method, summary, request, reply
+OPERATIONS: tuple[tuple[str, str, str, type | None, type | None], ...] = (
+    ("/v1/chat/completions", "post", "Answer a chat", schema.ChatRequest, schema.ChatReply),
+    ("/v1/completions", "post", "Continue a text", schema.CompletionRequest, schema.TextReply),
+    ("/v1/models", "get", "The models served here", None, schema.ModelList),
+    ("/v1/models/{name}", "get", "One of them", None, schema.ModelReply),
+    ("/tokenize", "post", "Text to token ids", schema.TokenizeRequest, schema.TokenizeReply),
+    ("/detokenize", "post", "Token ids to text", schema.DetokenizeRequest, schema.DetokenizeReply),
+    ("/health", "get", "Whether the engine makes progress", None, None),
+    ("/ready", "get", "Whether new requests are taken", None, None),
+    ("/metrics", "get", "Figures for Prometheus", None, None),
+)
+
+
+class ErrorBody(msgspec.Struct):
+    """param: the field that is wrong; code: for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(msgspec.Struct):
+    """Every answer that isn't a success."""
+
+    error: ErrorBody
+
+
+def document(version: str) -> dict[str, Any]:
+    """The description of all endpoints, OpenAPI 3.1."""
+    structs = [s for _, _, _, *pair in OPERATIONS for s in pair if s is not None]
+    schemas, components = msgspec.json.schema_components([*structs, ErrorReply], ref_template=REF)
+    by_struct = dict(zip([*structs, ErrorReply], schemas, strict=True))
+    paths: dict[str, Any] = {}
+    for path, method, summary, asked, told in OPERATIONS:
+        operation: dict[str, Any] = {
+            "summary": summary,
+            "responses": {
+                "200": _content("An answer", by_struct[told] if told else {}),
+                "4XX": _content("The request is wrong", by_struct[ErrorReply]),
+                "5XX": _content("It can't be answered", by_struct[ErrorReply]),
+            },
+        }
+        if asked is not None:
+            operation["requestBody"] = {**_content("", by_struct[asked]), "required": True}
+            del operation["requestBody"]["description"]
+        if "{name}" in path:
+            operation["parameters"] = [
+                {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+            ]
+        paths.setdefault(path, {})[method] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "mlxserve", "version": version},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+
+
+def _content(description: str, schema_: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": schema_}}}

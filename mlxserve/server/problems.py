@@ -1,0 +1,97 @@
+"""What can go wrong with a request, as a status and as the body that a client's library expects."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import msgspec
+from starlette.responses import Response
+
+from mlxserve.errors import CapacityError, ContextError, EngineDead, ModelError, RequestError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class Problem(Exception):  # noqa: N818 (most of them are the client's)
+    """A request that gets no answer. message: one line; param: the field that is wrong."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to try again, and how to say who one is."""
+        headers = {}
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return headers
+
+
+def problem_of(error: BaseException) -> Problem:
+    """Any error as a problem; a bug of ours is logged, and its details are kept from the client."""
+    match error:
+        case Problem():
+            return error
+        case ContextError():
+            return Problem(400, str(error), code="context_length_exceeded")
+        case RequestError():
+            return Problem(400, str(error))
+        case CapacityError():
+            return Problem(429, str(error), code="overloaded", retry_after_s=RETRY_AFTER_S)
+        case EngineDead():
+            return Problem(503, str(error), retry_after_s=10 * RETRY_AFTER_S)
+        case ModelError():
+            return Problem(500, str(error))
+    logger.error("a request failed", exc_info=error)
+    return Problem(500, f"the server failed ({type(error).__name__}); its log says where")
+
+
+def invalid(error: msgspec.ValidationError) -> Problem:
+    """A value of the wrong type: msgspec's message, and the field as `param`."""
+    text = str(error)
+    found = re.search(r" - at `\$?\.?(.+)`$", text)
+    if found is None:
+        return Problem(400, text)
+    return Problem(400, f"{found[1]}: {text[: found.start()]}", param=found[1])
+
+
+def body(problem: Problem) -> bytes:
+    """In OpenAI's shape."""
+    kind = "invalid_request_error" if problem.status < 500 else "server_error"
+    error = {
+        "message": problem.message,
+        "type": _KINDS.get(problem.status, kind),
+        "param": problem.param,
+        "code": problem.code,
+    }
+    return msgspec.json.encode({"error": error})
+
+
+def response(problem: Problem) -> Response:
+    """The whole answer to a request that gets no other."""
+    return Response(body(problem), problem.status, problem.headers, "application/json")

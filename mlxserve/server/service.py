@@ -1,0 +1,214 @@
+"""What the endpoints share: the model, how a body becomes answers, and how they are written."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from mlxserve.config import ServerConfig
+from mlxserve.llm import LLM
+from mlxserve.server.delivery import Delivery, Mailbox
+from mlxserve.server.metrics import Metrics
+from mlxserve.server.problems import Problem, body, invalid, problem_of
+from mlxserve.server.schema import HARMLESS, REFUSED
+from mlxserve.server.tenants import Tenants
+from mlxserve.types import TokenOut
+
+T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
+
+PREPARE_THREADS = 2
+IGNORED_HEADER = "x-mlxserve-ignored"
+MAX_NAMED = 20
+
+
+@dataclass(slots=True)
+class Service:
+    """One model behind HTTP. Belongs to the event loop's thread."""
+
+    llm: LLM
+    config: ServerConfig
+    mailbox: Mailbox
+    metrics: Metrics
+    tenants: Tenants
+    openapi: dict[str, Any]
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+    pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "mlxserve-prepare")
+    )
+
+    @property
+    def name(self) -> str:
+        """Of the model, in answers."""
+        return self.config.names[0]
+
+    async def prepare(self, work: Callable[[], T]) -> T:
+        """Run what takes long (templates, tokenizing) beside the loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise Problem for a model that isn't served."""
+        if name is not None and name not in self.config.names:
+            raise Problem(
+                404,
+                f"model {name!r} isn't served here; this is {self.config.names[0]!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+    def check_open(self) -> None:
+        """Raise Problem once the server is on its way out."""
+        if self.draining:
+            raise Problem(503, "the server is shutting down; try another", retry_after_s=5)
+
+
+def service(request: Request) -> Service:
+    """The one that answers this request."""
+    return request.app.state.service
+
+
+def now() -> int:
+    """Seconds since 1970, as the replies have it."""
+    return int(time.time())
+
+
+def new_id(prefix: str) -> str:
+    """A name for a reply that no other has."""
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+async def read(request: Request) -> bytes:
+    """The body. Raises Problem if it is too large, or doesn't come."""
+    config = service(request).config
+    limit = config.max_body_bytes
+    problem = Problem(413, f"the body is larger than {limit} bytes; send less")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > limit:
+        raise problem
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(config.body_timeout_s):
+            async for part in request.stream():
+                parts.append(part)
+                size += len(part)
+                if size > limit:
+                    raise problem
+    except TimeoutError:
+        raise Problem(
+            408, f"the body didn't come in {config.body_timeout_s:g} s; send it faster"
+        ) from None
+    return b"".join(parts)
+
+
+def parse(data: bytes, kind: type[S], *, strict: bool) -> tuple[S, list[str]]:
+    """A body as a struct, and the fields that nobody here knows.
+
+    Raises Problem for what isn't JSON, values of the wrong type, fields that can't be honoured,
+    and, if strict, unknown fields.
+    """
+    try:
+        given = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Problem(400, f"the body isn't valid JSON: {error}") from None
+    except RecursionError:
+        raise Problem(400, "the body is nested too deeply; flatten it") from None
+    if not isinstance(given, dict):
+        raise Problem(400, f"the body is a {type(given).__name__}; it must be an object")
+    known = set(kind.__struct_fields__)
+    unknown = []
+    for name in [name for name in given if name not in known]:
+        value = given.pop(name)
+        if value is None or value in HARMLESS.get(name, ()):
+            continue
+        if name in REFUSED:
+            raise Problem(400, f"{name} can't be honoured: {REFUSED[name]}", param=name)
+        unknown.append(name)
+    if unknown and strict:
+        raise Problem(400, f"unknown field {unknown[0]!r}; leave it out", param=unknown[0])
+    try:
+        return msgspec.convert(given, kind), unknown
+    except msgspec.ValidationError as error:
+        raise invalid(error) from None
+
+
+def ignored_header(unknown: list[str]) -> dict[str, str]:
+    """Tells the client which of its fields had no effect."""
+    if not unknown:
+        return {}
+    names = [name.encode("ascii", "replace").decode()[:40] for name in unknown[:MAX_NAMED]]
+    text = ", ".join("".join(c if c.isprintable() else "?" for c in name) for name in names)
+    return {IGNORED_HEADER: text}
+
+
+def reply(struct: msgspec.Struct, headers: Mapping[str, str] | None = None) -> Response:
+    """A struct as JSON."""
+    data = msgspec.json.encode(struct)
+    return Response(data, headers=dict(headers or {}), media_type="application/json")
+
+
+async def whole(request: Request, delivery: Delivery) -> AsyncIterator[tuple[int, TokenOut]]:
+    """What is delivered, to the end, while the client is there; closes the delivery."""
+    gone = asyncio.create_task(_watch(request.receive, delivery))
+    try:
+        async for event in delivery:
+            if event is not None:
+                yield event[0], event[2]
+    finally:
+        gone.cancel()
+        delivery.close()
+
+
+async def _watch(receive: Receive, delivery: Delivery) -> None:
+    """End the answers of a client that hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    delivery.fail(Problem(499, "the client went away"))
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, of chunks; None among them becomes a comment that keeps the line open.
+
+    Ends the answers with the connection, whatever ended that.
+    """
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        chunks: AsyncGenerator[msgspec.Struct | None],
+        headers: Mapping[str, str],
+    ) -> None:
+        head = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+        super().__init__(_events(chunks), headers=head, media_type="text/event-stream")
+        self._delivery = delivery
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(_watch(receive, self._delivery))
+        try:
+            await self.stream_response(send)
+        finally:
+            gone.cancel()
+            self._delivery.close()
+
+
+async def _events(chunks: AsyncGenerator[msgspec.Struct | None]) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in chunks:
+            if chunk is None:
+                yield b": still here\n\n"
+            else:
+                yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+    except Exception as error:
+        yield b"data: " + body(problem_of(error)) + b"\n\n"
+    else:
+        yield b"data: [DONE]\n\n"
