@@ -49,8 +49,8 @@ class SamplingParams:
     ignore_eos: go on past the model's own end-of-sequence ids.
     logprobs: report each token's log-probability under the model itself (before temperature,
         penalties and filters); top_logprobs adds the likeliest alternatives.
-    n: answers to each prompt. Answer i is drawn with seed + i (modulo 2**64), and the prompt is
-        computed once for all of them.
+    n: answers to each prompt. Answer i is drawn with seed + i (modulo 2**64), and whole pages (64
+        tokens) of the prompt are computed once for all of them.
     best_of: draw so many answers and return the n whose tokens are likeliest under the model, by
         the mean of their log-probabilities, the best first; None returns all n as they were drawn.
 
@@ -358,7 +358,7 @@ class Usage:
 
     cached_tokens: of the prompt, those that an earlier request had computed. diverged_at: how many
     agreed with what is cached, before the first that didn't: there, something in the prompt keeps
-    changing. None where the whole prompt agreed, or nothing is shared.
+    changing. None where the whole prompt agreed, or the prefix cache is off.
     """
 
     prompt_tokens: int

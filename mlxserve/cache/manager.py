@@ -258,7 +258,9 @@ class CacheManager:
         prompt = len(seq.request.prompt_ids)
         if seq.preempted or before >= prompt:
             return
-        seq.matched = max(seq.matched or 0, min(before + agreed + part, prompt))
+        # Further on in the prompt, the tokens before are its own work and agree with nothing.
+        if before == 0 or agreed + part:
+            seq.matched = max(seq.matched or 0, min(before + agreed + part, prompt))
         seq.cached += min(seq.computed, prompt) - before
 
     # ---- Sealing.

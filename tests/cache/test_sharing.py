@@ -18,12 +18,12 @@ TEXT = tuple(range(10, 40))
 class Cache:
     """An engine that computes one request after another."""
 
-    def __init__(self, pages=40, specs=None, *, packed=False):
+    def __init__(self, pages=40, specs=None, *, packed=False, step_tokens=100):
         groups = group_layers(
             specs or (FullKV(1, 4),), KVBits(8, 8) if packed else KVBits(), page_tokens=P
         )
         manager = CacheManager(groups, hot_pages=20, pool_pages=[pages] * len(groups))
-        self.engine = PaperEngine(Scheduler(manager, 4, 100), lambda ids: 5)
+        self.engine = PaperEngine(Scheduler(manager, 4, step_tokens), lambda ids: 5)
         self.pool = manager.pools[0]
 
     def start(self, ids, new=1, tenant=""):
@@ -45,6 +45,21 @@ def test_all_but_the_last_token_of_a_prompt_is_found_again(n):
     cache = Cache()
     assert cache.ask(TEXT[:n]) == 0
     assert cache.ask(TEXT[:n]) == n - 1
+
+
+@pytest.mark.parametrize("step_tokens", [4, 8, 100])
+def test_where_a_prompt_diverges_is_told_whatever_the_steps_it_is_computed_in(step_tokens):
+    cache = Cache(step_tokens=step_tokens)
+
+    def diverged_at(ids):
+        seq = cache.start(ids)
+        cache.engine.drain()
+        return seq.usage().diverged_at
+
+    assert diverged_at(TEXT[:20]) == 0
+    assert diverged_at(TEXT[:20]) is None
+    assert diverged_at((*TEXT[:6], *range(50, 65))) == 6
+    assert diverged_at(range(70, 90)) == 0
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5])
