@@ -23,14 +23,21 @@ MAX_RENDERED_CHARS = 16 * 1024 * 1024
 MAX_DEPTH = 100
 
 _PROBE = "one-plain-message"
+_PROBE_CALL: dict[str, Any] = {
+    "type": "function",
+    "id": "a1b2c3d4e",  # Mistral's templates want nine letters and digits
+    "function": {"name": "one_plain_call", "arguments": {"key": _PROBE}},
+}
 
 
 def check_messages(messages: object) -> list[dict[str, Any]]:
     """Check a conversation and copy it into plain data. Keys whose value is None are left out.
 
     A message is a mapping with a `role` and a `content`: a string, or a list of
-    `{"type": "text", "text": ...}` parts. A message with `tool_calls` needs no content. Other keys
-    pass through to the template. Raises RequestError naming what is wrong and where.
+    `{"type": "text", "text": ...}` parts. A message with `tool_calls` needs no content; the
+    arguments of a call may be an object or, as in OpenAI's API, its JSON text. A tool's result gets
+    the `name` of the call that its `tool_call_id` names. Other keys pass through to the template.
+    Raises RequestError naming what is wrong and where.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(
@@ -38,7 +45,14 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
         )
     if not messages:
         raise RequestError("messages is empty; give at least one message")
-    return [_check_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    checked = [_check_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
+    names: dict[str, str] = {}
+    for message in checked:
+        calls = message.get("tool_calls", ())
+        names |= {str(call["id"]): _function(call)["name"] for call in calls if "id" in call}
+        if message["role"] == "tool" and (name := names.get(str(message.get("tool_call_id")))):
+            message.setdefault("name", name)
+    return checked
 
 
 def _check_message(where: str, message: object) -> dict[str, Any]:
@@ -52,6 +66,12 @@ def _check_message(where: str, message: object) -> dict[str, Any]:
     role = plain.get("role")
     if not isinstance(role, str) or not role:
         raise RequestError(f"{where} has role {role!r}; it must be a name such as 'user'")
+    if (calls := plain.get("tool_calls")) is not None:
+        if not isinstance(calls, list):
+            raise RequestError(f"{where}.tool_calls is a {type(calls).__name__}; give a list")
+        plain["tool_calls"] = [
+            _check_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)
+        ]
     match plain.get("content"):
         case str():
             pass
@@ -67,6 +87,39 @@ def _check_message(where: str, message: object) -> dict[str, Any]:
                 "it must be a string or a list of text parts"
             )
     return plain
+
+
+def _check_call(where: str, call: object) -> dict[str, Any]:
+    """A call whose arguments are an object, since most templates want to write them themselves."""
+    function = _function(call) if isinstance(call, dict) else {}
+    if not isinstance(call, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(
+            f"{where} is no call; give {{'type': 'function', 'function': {{'name', 'arguments'}}}}"
+        )
+    arguments = function.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
+    elif isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestError(
+            f"{where} of {function['name']!r} has arguments that are no JSON object: "
+            f"{function['arguments']!r:.80}"
+        )
+    return _with_arguments({"type": "function", **call}, arguments)
+
+
+def _function(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    return function if isinstance(function, dict) else {}
+
+
+def _with_arguments(call: dict[str, Any], arguments: object) -> dict[str, Any]:
+    function = _function(call) | {"arguments": arguments}
+    return call | ({"function": function} if "function" in call else function)
 
 
 def _check_part(where: str, part: object) -> None:
@@ -138,7 +191,7 @@ class ChatTemplate:
         Raises RequestError for data that isn't a conversation or that the template refuses or fails
         on, and ModelError for a template that isn't valid.
         """
-        checked = [self._fit_content(message) for message in check_messages(messages)]
+        checked = [self._fit_content(self._fit_turn(each)) for each in check_messages(messages)]
         given = {
             "tools": check_mappings("tools", tools),
             "documents": check_mappings("documents", documents),
@@ -157,6 +210,52 @@ class ChatTemplate:
             return message | {"content": [{"type": "text", "text": content}]}
         return message
 
+    def _fit_turn(self, message: dict[str, Any]) -> dict[str, Any]:
+        """An assistant's calls and reasoning in the form that this template reads."""
+        calls = message.get("tool_calls")
+        if self._reads_thinking and "reasoning_content" in message:
+            thinking = {"thinking": message["reasoning_content"]}
+            # gpt-oss's template refuses a call with both reasoning and content.
+            if not (calls and message.get("content")) or self._takes_thinking(thinking):
+                message = message | thinking
+        return self._write_calls(message, *self._call_form) if calls else message
+
+    @functools.cached_property
+    def _reads_thinking(self) -> bool:
+        return "message.thinking" in self._source and "reasoning_content" not in self._source
+
+    def _takes_thinking(self, thinking: dict[str, Any]) -> bool:
+        message = {"role": "assistant", "content": _PROBE, "tool_calls": [_PROBE_CALL]}
+        turn = self._write_calls(message | thinking, *self._call_form)
+        return self._probe(_PROBE, turn) is not None
+
+    @functools.cached_property
+    def _call_form(self) -> tuple[bool, dict[str, Any]]:
+        """How this template reads calls: found by trying one, in each form that templates want.
+
+        Whether arguments are text instead of an object, and what stands for content that is empty.
+        """
+        message = {"role": "assistant", "tool_calls": [_PROBE_CALL]}
+        function = _PROBE_CALL["function"]
+        for as_text in (False, True):
+            for empty in ({}, {"content": ""}, {"content": None}):
+                text = self._probe(_PROBE, self._write_calls(message, as_text, empty)) or ""
+                wrong = str(function["arguments"]) in text or "None" in text
+                if function["name"] in text and text.count(_PROBE) > 1 and not wrong:
+                    return as_text, empty
+        return False, {}
+
+    @staticmethod
+    def _write_calls(
+        message: dict[str, Any], as_text: bool, empty: dict[str, Any]
+    ) -> dict[str, Any]:
+        calls = message["tool_calls"]
+        if as_text:
+            calls = [_with_arguments(c, _tojson(_function(c)["arguments"])) for c in calls]
+        content = {"content": message["content"]} if message.get("content") else empty
+        rest = {key: value for key, value in message.items() if key != "content"}
+        return rest | content | {"tool_calls": calls}
+
     @functools.cached_property
     def _content_forms(self) -> tuple[bool, bool]:
         """Whether content may be a string, and a list of parts: found by trying one message."""
@@ -167,9 +266,9 @@ class ChatTemplate:
         takes_parts = as_parts is not None and _PROBE in as_parts
         return not takes_parts, takes_parts
 
-    def _probe(self, content: object) -> str | None:
+    def _probe(self, content: object, *more: dict[str, Any]) -> str | None:
         data = {"tools": None, "documents": None, "add_generation_prompt": False}
-        messages = [{"role": "user", "content": content}]
+        messages = [{"role": "user", "content": content}, *more]
         try:
             return self._run({**self._special_tokens, **data, "messages": messages})
         except RequestError:

@@ -22,10 +22,14 @@ class StreamDecoder:
 
     at_start: the ids open a text, so a tokenizer that marks words by a leading space drops the
         first one. Pass False where the ids continue a text, so that the space stays.
+    keep: special tokens, by their text, that are text all the same: the markup of tool calls.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", *, at_start: bool = True) -> None:
+    def __init__(
+        self, tokenizer: "Tokenizer", *, at_start: bool = True, keep: Iterable[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._kept = frozenset(token.encode() for token in keep)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = at_start
         self._to_strip = tokenizer.decoding.stripped_at_start if at_start else 0
@@ -34,7 +38,10 @@ class StreamDecoder:
         """The text that this token completes. Raises RequestError for an id out of range."""
         data = self._tokenizer.token_bytes(token_id, first=self._first)
         if token_id in self._tokenizer.special_ids:
-            return ""
+            if data not in self._kept:
+                return ""
+            self._first, self._to_strip = False, 0
+            return self.finish() + data.decode()
         self._first = False
         if self._to_strip and data:
             data = self._strip(data)
@@ -138,13 +145,18 @@ def _head(held: str, n_held: int, text: str, n: int) -> str:
 class TextStream:
     """One request's text: token ids in, text to show out, cut before the first stop string.
 
-    stop: stop strings; none is fine. at_start: as for StreamDecoder.
+    stop: stop strings; none is fine. at_start, keep: as for StreamDecoder.
     """
 
     def __init__(
-        self, tokenizer: "Tokenizer", stop: Iterable[str] = (), *, at_start: bool = True
+        self,
+        tokenizer: "Tokenizer",
+        stop: Iterable[str] = (),
+        *,
+        at_start: bool = True,
+        keep: Iterable[str] = (),
     ) -> None:
-        self._decoder = StreamDecoder(tokenizer, at_start=at_start)
+        self._decoder = StreamDecoder(tokenizer, at_start=at_start, keep=keep)
         self._stops = StopStrings(stop)
 
     @property

@@ -22,7 +22,7 @@ class Tokenizer:
 
     bos_id: the beginning-of-text id, or None.
     eos_ids: ids that end an answer.
-    special_ids: ids that are never shown as text.
+    special_ids: ids that are no text, unless a stream is asked to keep them.
     vocab_size: ids are below it (a model's logits may be padded beyond it).
     chat_templates: Jinja sources by name; chat_template: the default one, or None.
     decoding: how tokens become bytes.

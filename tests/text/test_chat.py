@@ -225,3 +225,75 @@ def test_a_lone_surrogate_in_a_message_is_refused(model_dir: Path):
     tokenizer = Tokenizer.from_directory(model_dir)
     with refused(RequestError, "'\\ud83d'", "surrogate"):
         tokenizer.apply_chat_template([{"role": "user", "content": "half \ud83d"}])
+
+
+def _turns(function: object) -> list[dict[str, Any]]:
+    call = {"type": "function", "id": "a", "function": function}
+    result = {"role": "tool", "tool_call_id": "a", "content": "calm"}
+    return [PLAIN[0], {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+
+
+def test_arguments_may_be_json_text_as_in_openais_api():
+    text = '{"city": "\\u6771\\u4eac", "days": [1, 2]}'
+    given = _turns({"name": "weather", "arguments": text})
+    assert _render(templates.CHATML, given, tools=TOOLS) == _render(
+        templates.CHATML,
+        _turns({"name": "weather", "arguments": {"city": "東京", "days": [1, 2]}}),
+        tools=TOOLS,
+    )
+    for none in ("", None, {}):
+        assert '"arguments": {}}' in _render(
+            templates.CHATML, _turns({"name": "weather", "arguments": none})
+        )
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "null", 5, ["x"], [], "[" * 100_000])
+def test_arguments_that_are_no_object_are_refused(arguments: object):
+    with refused(RequestError, "messages[1].tool_calls[0]", "'weather'", "no JSON object"):
+        _render(templates.CHATML, _turns({"name": "weather", "arguments": arguments}))
+
+
+@pytest.mark.parametrize("call", ["x", {}, {"function": "weather"}, {"function": {"name": 3}}])
+def test_what_is_no_call_is_refused(call: object):
+    with refused(RequestError, "messages[0].tool_calls[0] is no call", "'name'"):
+        _render(templates.CHATML, [{"role": "assistant", "content": "", "tool_calls": [call]}])
+    with refused(RequestError, "messages[0].tool_calls is a str"):
+        _render(templates.CHATML, [{"role": "assistant", "content": "", "tool_calls": "x"}])
+
+
+def test_a_result_gets_the_name_of_its_call():
+    source = "{% for m in messages %}{{ m.name }};{% endfor %}"
+    turns = _turns({"name": "weather", "arguments": {}})
+    assert _render(source, turns) == ";;weather;"
+    assert _render(source, [*turns[:2], turns[2] | {"name": "mine"}]) == ";;mine;"
+    assert _render(source, [*turns[:2], turns[2] | {"tool_call_id": "b"}]) == ";;;"
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ("{{ c.arguments | tojson }}", '{"a": "é"}'),
+        ("{{ '<' + c.arguments + '>' }}", '<{"a": "é"}>'),
+        ("{{ c.arguments }}", '{"a": "é"}'),
+        ("{{ m.content + c.arguments | tojson }}", '{"a": "é"}'),
+        ("{% if m.content is none %}{{ c.arguments | tojson }}{% endif %}", '{"a": "é"}'),
+        ("{{ m.content.oops if m.content is defined }}{{ c.arguments | tojson }}", '{"a": "é"}'),
+    ],
+)
+def test_calls_have_the_form_that_a_template_reads(call: str, expected: str):
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}"
+        "{% for call in m.tool_calls or [] %}{% set c = call.function %}{{ c.name }}:"
+        + call
+        + "{% endfor %}{% endfor %}"
+    )
+    turn = _turns({"name": "f", "arguments": '{"a": "é"}'})[1]
+    for content in (None, ""):
+        assert _render(source, [turn | {"content": content}]) == "f:" + expected
+
+
+def test_reasoning_reaches_a_template_that_calls_it_thinking():
+    source = "{% for message in messages %}{{ message.thinking }}{% endfor %}"
+    turn = {"role": "assistant", "content": "x", "reasoning_content": "hm"}
+    assert _render(source, [turn]) == "hm"
+    assert _render(source + "{# reasoning_content #}", [turn]) == ""

@@ -129,3 +129,20 @@ def test_text_stream_finds_a_stop_string_in_what_finish_brings(byte_level: Token
     assert stream.feed(alphabet["😀".encode()[:1]]) == ""
     assert stream.finish() == ""
     assert stream.stopped
+
+
+def test_special_tokens_that_are_kept_are_text(byte_level: Tokenizer):
+    (turn,) = byte_level.encode("<|turn|>")
+    (end,) = byte_level.encode("</s>")
+    text = byte_level.encode("a😀b")
+    ids = [turn, *text, end, turn, *text]
+    stream = TextStream(byte_level, keep=["<|turn|>", "not a token"])
+    assert "".join([stream.feed(token) for token in ids]) == "<|turn|>a😀b<|turn|>a😀b"
+    assert byte_level.decode(ids) == "a😀ba😀b"
+    stops = TextStream(byte_level, ["n|>a"], keep=["<|turn|>"])
+    assert "".join([stops.feed(token) for token in ids]) == "<|tur"
+    # A character that the token cuts off comes before it.
+    alphabet = {byte_level.token_bytes(i): i for i in range(byte_level.vocab_size)}
+    half = [alphabet[bytes([byte])] for byte in "😀".encode()[:2]]
+    broken = TextStream(byte_level, keep=["<|turn|>"])
+    assert "".join([broken.feed(token) for token in [*half, turn]]) == "\ufffd<|turn|>"

@@ -1,0 +1,282 @@
+"""Anthropic's dialect: requests as msgspec structs, and how they become chats as templates know
+them. Blocks of a message are checked where they are turned into text."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from mlxserve.server.problems import Problem
+
+PIN_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
+"""Seconds that cache_control keeps a prompt, by its ttl."""
+
+REFUSED = {
+    "container": "this server runs no code; leave it out",
+    "context_management": "this server edits no context; leave it out",
+    "mcp_servers": "this server calls no tools itself; leave it out",
+}
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "mcp_servers": ([],),
+    "service_tier": ("auto", "standard_only"),
+}
+
+
+class Thinking(Struct, kw_only=True):
+    """type: enabled, adaptive or disabled. budget_tokens: a wish that no model here knows."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+
+
+class ToolChoice(Struct, kw_only=True):
+    """type: auto, any (some tool), tool (the one that is named) or none."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Tool(Struct, kw_only=True):
+    """A tool of the client's. type: "custom", for Anthropic's own run elsewhere."""
+
+    name: str
+    input_schema: dict[str, Any] | None = None
+    description: str | None = None
+    type: str | None = None
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class CountRequest(Struct, kw_only=True):
+    """POST /v1/messages/count_tokens."""
+
+    model: str
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """POST /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    metadata: dict[str, Any] | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+def to_chat(asked: CountRequest) -> list[dict[str, Any]]:
+    """System and messages as a chat in OpenAI's form, which templates know. Raises Problem."""
+    chat: list[dict[str, Any]] = []
+    if asked.system:
+        text = "\n\n".join(_texts(_blocks("system", asked.system), "system"))
+        chat.append({"role": "system", "content": text})
+    for i, message in enumerate(asked.messages):
+        chat += _message(f"messages[{i}]", message)
+    return chat
+
+
+def tools_of(asked: CountRequest) -> list[dict[str, Any]]:
+    """Tools in OpenAI's form. Raises Problem for Anthropic's own, which run on its servers."""
+    found = []
+    for i, tool in enumerate(asked.tools or ()):
+        if tool.type not in (None, "custom") or tool.input_schema is None:
+            raise Problem(
+                400,
+                f"tools[{i}] is {tool.type or 'without input_schema'}; give tools of your own, with "
+                "an input_schema",
+                param=f"tools[{i}]",
+            )
+        function = {"name": tool.name, "parameters": tool.input_schema}
+        if tool.description is not None:
+            function["description"] = tool.description
+        if tool.strict:
+            function["strict"] = True
+        found.append({"type": "function", "function": function})
+    return found
+
+
+def choice_of(choice: ToolChoice | None) -> Any:
+    """The choice of a tool in OpenAI's form. Raises Problem."""
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        if not choice.name:
+            raise Problem(400, "tool_choice has no name; say which tool", param="tool_choice")
+        return {"type": "function", "function": {"name": choice.name}}
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+
+
+def pin_s(asked: CountRequest) -> float | None:
+    """How long the prompt is to be kept, by the longest of its cache_controls. Raises Problem."""
+    controls = [getattr(asked, "cache_control", None)]
+    blocks = [] if isinstance(asked.system, str | None) else list(asked.system)
+    for message in asked.messages:
+        content = message.get("content")
+        blocks += [block for block in content if isinstance(block, dict)] if _is_list(content) else []
+    controls += [block.get("cache_control") for block in blocks]
+    controls += [tool.cache_control for tool in asked.tools or ()]
+    wanted = []
+    for control in controls:
+        if control is None:
+            continue
+        ttl = control.get("ttl") if isinstance(control, dict) else control
+        if not isinstance(control, dict) or control.get("type") != "ephemeral" or ttl not in PIN_S:
+            raise Problem(
+                400, "a cache_control must be of type ephemeral, with a ttl of 5m or 1h",
+                param="cache_control",
+            )  # fmt: skip
+        wanted.append(PIN_S[ttl])
+    return max(wanted, default=None)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _blocks(where: str, content: Any) -> list[dict[str, Any]]:
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+        raise Problem(400, f"{where} must be a string or a list of blocks", param=where)
+    return content
+
+
+def _texts(blocks: list[dict[str, Any]], where: str) -> list[str]:
+    texts = []
+    for i, block in enumerate(blocks):
+        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+            raise Problem(
+                400,
+                f"{where}[{i}] is of type {block.get('type')!r}; only text can be read here",
+                param=f"{where}[{i}]",
+            )
+        texts.append(block["text"])
+    return texts
+
+
+def _message(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+    role = message.get("role")
+    blocks = _blocks(f"{where}.content", message.get("content"))
+    if role == "user":
+        return _user(where, blocks)
+    if role == "assistant":
+        return [_assistant(where, blocks)]
+    raise Problem(
+        400, f"{where} has role {role!r}; it must be user or assistant", param=f"{where}.role"
+    )
+
+
+def _user(where: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own, before what the user says."""
+    chat: list[dict[str, Any]] = []
+    said = []
+    for i, block in enumerate(blocks):
+        at = f"{where}.content[{i}]"
+        if block.get("type") != "tool_result":
+            said += _texts([block], at)
+            continue
+        content = "\n".join(_texts(_blocks(at, block.get("content", "")), at))
+        if block.get("is_error"):
+            content = f"Error: {content}"
+        result = {"role": "tool", "content": content}
+        chat.append({**result, "tool_call_id": _text(block, "tool_use_id", at)})
+    if said or not chat:
+        chat.append({"role": "user", "content": "\n\n".join(said)})
+    return chat
+
+
+def _assistant(where: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    said, thought, calls = [], [], []
+    for i, block in enumerate(blocks):
+        at = f"{where}.content[{i}]"
+        match block.get("type"):
+            case "thinking":
+                thought.append(_text(block, "thinking", at))
+            case "redacted_thinking":
+                raise Problem(
+                    400, f"{at} is redacted_thinking, which nobody here can read", param=at
+                )
+            case "tool_use":
+                arguments = msgspec.json.encode(block.get("input", {})).decode()
+                function = {"name": _text(block, "name", at), "arguments": arguments}
+                call = {"id": _text(block, "id", at), "type": "function", "function": function}
+                calls.append(call)
+            case _:
+                said += _texts([block], at)
+    message: dict[str, Any] = {"role": "assistant", "content": "\n\n".join(said)}
+    if thought:
+        message["reasoning_content"] = "\n".join(thought)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _text(block: dict[str, Any], name: str, where: str) -> str:
+    if not isinstance(value := block.get(name), str):
+        raise Problem(400, f"{where}.{name} is {value!r}; it must be a string", param=where)
+    return value
+
+
+# ---- Answers.
+
+
+class Usage(Struct):
+    """input_tokens: of the prompt, those that had to be computed."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int = 0
+    cache_creation_input_tokens: int = 0
+
+
+class TextBlock(Struct, tag="text"):
+    """What was said."""
+
+    text: str
+
+
+class ThinkingBlock(Struct, tag="thinking"):
+    """What the model thought first. signature: nothing is signed here."""
+
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseBlock(Struct, tag="tool_use"):
+    """A call of one of the client's tools."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Block = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageReply(Struct, kw_only=True):
+    """An answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[Block]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: Usage
+
+
+class CountReply(Struct):
+    """Tokens of a prompt."""
+
+    input_tokens: int

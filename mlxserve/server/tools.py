@@ -1,0 +1,134 @@
+"""Tools of a request: what may be called, and how models are told that were not taught to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mlxserve.server.problems import Problem
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+GENERIC_FORMAT = "hermes"
+"""Of models whose templates know no tools: one that their texts are likely to have shown them."""
+
+INSTRUCTIONS = """You can call these functions:
+{tools}
+
+To call one, answer with its name and arguments as JSON between these tags, and nothing else:
+<tool_call>
+{{"name": NAME, "arguments": {{...}}}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What a request says of tools.
+
+    offered: those the model is told of, in OpenAI's form. choice: "auto", or "required" if it must
+    call one. callable: those it may call. parallel: whether several at once.
+    """
+
+    offered: tuple[dict[str, Any], ...] = ()
+    callable: tuple[dict[str, Any], ...] = ()
+    choice: Literal["auto", "required"] = "auto"
+    parallel: bool = True
+
+    @property
+    def strict(self) -> bool:
+        """Whether the arguments of some call must keep to its schema."""
+        return any(tool["function"].get("strict") for tool in self.offered)
+
+
+def check_tools(tools: Any, choice: Any, parallel: bool | None, most: int) -> Tools:
+    """The fields tools, tool_choice and parallel_tool_calls. Raises Problem.
+
+    With the choice "none" the model isn't told of any.
+    """
+    tools = tools or []
+    if len(tools) > most:
+        raise Problem(400, f"{len(tools)} tools are over {most}; send fewer", param="tools")
+    offered = tuple(_check_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools))
+    names = [tool["function"]["name"] for tool in offered]
+    if len(set(names)) < len(names):
+        raise Problem(400, "two tools have one name; give each its own", param="tools")
+    if not offered:
+        if choice not in (None, "none", "auto"):
+            raise Problem(400, "tool_choice needs tools; send some", param="tool_choice")
+        return Tools()
+    several = True if parallel is None else parallel
+    match choice:
+        case None | "auto":
+            return Tools(offered, offered, "auto", several)
+        case "none":
+            return Tools()
+        case "required":
+            return Tools(offered, offered, "required", several)
+        case {"type": "function", "function": {"name": name}} if name in names:
+            return Tools(offered, (offered[names.index(name)],), "required", False)
+    shown = json.dumps(choice)[:100]
+    raise Problem(
+        400,
+        f"tool_choice is {shown}; it must be none, auto, required or a function among tools",
+        param="tool_choice",
+    )
+
+
+def _check_tool(where: str, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
+        raise Problem(400, f"{where} is of type {kind!r}; only functions can be used", param=where)
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not NAME.fullmatch(name):
+        raise Problem(
+            400,
+            f"{where} has the name {str(name)[:100]!r}; use 1 to 64 letters, digits and _ . -",
+            param=where,
+        )
+    parameters = function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        raise Problem(400, f"{where}.function.parameters must be a JSON schema", param=where)
+    return tool
+
+
+def tell_generically(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """A chat for a template that knows no tools: they, calls and results become text."""
+    told = [_as_text(message) for message in messages]
+    if tools:
+        listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        text = INSTRUCTIONS.format(tools=listed)
+        if told and told[0].get("role") == "system" and isinstance(told[0].get("content"), str):
+            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{text}"}
+        else:
+            told.insert(0, {"role": "system", "content": text})
+    return told
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    if message.get("role") == "tool":
+        content = f"<tool_response>\n{_content(message)}\n</tool_response>"
+        return {"role": "user", "content": content}
+    if not message.get("tool_calls"):
+        return message
+    texts = [_content(message)] if message.get("content") else []
+    for call in message["tool_calls"]:
+        function = call.get("function", {}) if isinstance(call, dict) else {}
+        arguments = function.get("arguments") or "{}"
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        name = json.dumps(function.get("name"))
+        texts.append(f'<tool_call>\n{{"name": {name}, "arguments": {written}}}\n</tool_call>')
+    return {"role": message["role"], "content": "\n".join(texts)}
+
+
+def _content(message: dict[str, Any]) -> str:
+    """A message's text; of parts, those that are text."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return str(content or "")

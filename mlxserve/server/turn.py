@@ -1,0 +1,160 @@
+"""A model's turn in a chat, for either dialect: from messages and tools to what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxserve.answers import Answer
+from mlxserve.grammar import Grammar
+from mlxserve.server.delivery import Delivery
+from mlxserve.server.problems import Problem
+from mlxserve.server.service import Service
+from mlxserve.server.tools import GENERIC_FORMAT, Tools, tell_generically
+from mlxserve.text.parsers import (
+    Content,
+    Delta,
+    OutputParser,
+    Reasoning,
+    ToolCall,
+    detect_reasoning_format,
+    detect_tool_format,
+    make_parser,
+)
+from mlxserve.text.tokenizer import Tokenizer
+from mlxserve.text.tool_grammar import ToolGrammar
+from mlxserve.types import FinishReason, SamplingParams
+
+OURS = ("messages", "tools", "documents", "add_generation_prompt", "template_name")
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """How a model writes tool calls and reasoning. tools: None if that isn't known.
+
+    generic: its template knows no tools, so they are described in the chat.
+    """
+
+    tools: str | None
+    reasoning: str | None
+    generic: bool
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, tools: str | None, reasoning: str | None) -> Formats:
+        """What the chat template shows, where it isn't said."""
+        templates = "\n".join(tokenizer.chat_templates.values())
+        generic = "tools" not in templates
+        found = GENERIC_FORMAT if generic else detect_tool_format(templates)
+        return cls(tools or found, reasoning or detect_reasoning_format(templates), generic)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A chat to answer, in no dialect. sampling: the parameters, once the grammar is known."""
+
+    messages: Sequence[dict[str, Any]]
+    tools: Tools
+    grammar: Grammar | None
+    sampling: Callable[[Grammar | None], SamplingParams]
+    variables: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+
+@dataclass(eq=False, slots=True)
+class Said:
+    """What one answer has said so far."""
+
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+
+
+class Turn:
+    """The answers to one chat. `said` adds up what `feed` has told."""
+
+    def __init__(self, delivery: Delivery, parsers: Sequence[OutputParser]) -> None:
+        self.delivery = delivery
+        self.said = [Said() for _ in parsers]
+        self._parsers = parsers
+
+    @property
+    def answers(self) -> Sequence[Answer]:
+        return self.delivery.answers
+
+    def feed(self, index: int, piece: str, *, last: bool) -> list[Delta]:
+        """What a piece of text adds to an answer; last: no more comes."""
+        parser, said = self._parsers[index], self.said[index]
+        deltas = parser.feed(piece) if piece else []
+        if last:
+            deltas += parser.finish()
+        for delta in deltas:
+            match delta:
+                case Content(text):
+                    said.content.append(text)
+                case Reasoning(text):
+                    said.reasoning.append(text)
+                case ToolCall():
+                    said.calls.append(delta)
+        return deltas
+
+    def finish_reason(self, index: int) -> FinishReason | str:
+        """Why an answer ended, in OpenAI's words."""
+        reason = self.answers[index].completion().finish_reason
+        return "tool_calls" if reason == "stop" and self.said[index].calls else reason
+
+    def reasoning_tokens(self, tokenizer: Tokenizer) -> int:
+        """Tokens that all answers spent on reasoning."""
+        texts = ["".join(said.reasoning) for said in self.said]
+        return sum(len(tokenizer.encode(t, add_special_tokens=False)) for t in texts if t)
+
+
+def prompt_of(
+    served: Service, messages: Sequence[dict[str, Any]], tools: Tools, variables: Mapping[str, Any]
+) -> tuple[str, list[int]]:
+    """The prompt that a chat becomes, as text and as ids. Raises RequestError, Problem."""
+    for name in OURS:
+        if name in variables:
+            raise Problem(
+                400,
+                f"chat_template_kwargs has {name!r}, which is not the template's to choose",
+                param="chat_template_kwargs",
+            )
+    offered: list[dict[str, Any]] | None = list(tools.offered) or None
+    if served.formats.generic:
+        messages, offered = tell_generically(messages, tools.offered), None
+    text = served.llm.tokenizer.render_chat(messages, tools=offered, **variables)
+    return text, served.llm.tokenizer.encode(text, add_special_tokens=False)
+
+
+def prepare(served: Service, asked: Asked) -> Turn:
+    """Everything that can be wrong with a chat is found here. Raises RequestError, Problem."""
+    formats, tools = served.formats, asked.tools
+    if tools.offered and formats.tools is None:
+        raise Problem(
+            400,
+            "how this model writes tool calls isn't known; start the server with --tool-format",
+            param="tools",
+        )
+    text, ids = prompt_of(served, asked.messages, tools, asked.variables)
+    params = asked.sampling(_grammar(served, tools, asked.grammar))
+
+    def parser() -> OutputParser:
+        tool_format = formats.tools if tools.offered else None
+        return make_parser(tool_format, formats.reasoning, tools=tools.offered, prompt=text)
+
+    parsers = [parser() for _ in range(params.drawn)]
+    answers = served.llm.prepare(ids, params, chat=True, keep=parsers[0].keeps, **asked.options)
+    return Turn(Delivery(served.llm, served.mailbox, answers), parsers)
+
+
+def _grammar(served: Service, tools: Tools, answer: Grammar | None) -> Grammar | None:
+    if not tools.offered or (tools.choice == "auto" and not answer and not tools.strict):
+        return answer
+    assert served.formats.tools is not None
+    build = ToolGrammar(
+        served.formats.tools, tools.callable, served.llm.tokenizer, parallel=tools.parallel
+    )
+    if tools.choice == "required":
+        return build.calls()
+    return build.calls_or(answer) if answer else build.calls_within_text()
