@@ -15,10 +15,11 @@ import queue
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,10 @@ from mlxserve.engine.core import Core
 from mlxserve.models.load import load_model
 from mlxserve.sources.checkpoint import open_checkpoint
 from mlxserve.sources.resolve import resolve
+from mlxserve.text.matcher import Matcher
 from mlxserve.types import Request, SamplingParams, TokenOut
 
+NO_MATCHERS: Mapping[str, Matcher] = MappingProxyType({})
 LONG = 7900
 PREFIX = 2000
 
@@ -44,8 +47,8 @@ class Bench:
     results: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._checkpoint = open_checkpoint(resolve(self.name))
-        self.model = load_model(self._checkpoint.config, self._checkpoint.weights())
+        self.checkpoint = open_checkpoint(resolve(self.name))
+        self.model = load_model(self.checkpoint.config, self.checkpoint.weights())
         self._random = np.random.default_rng(0)
 
     def ids(self, n: int) -> list[int]:
@@ -69,11 +72,11 @@ class Run:
         self.at_s: dict[str, list[float]] = {}
         self.asked_s: dict[str, float] = {}
 
-    def add(self, *requests: Request) -> None:
+    def add(self, *requests: Request, matchers: Mapping[str, Matcher] = NO_MATCHERS) -> None:
         now = time.perf_counter()
         for r in requests:
             self.asked_s[r.id], self.at_s[r.id] = now, []
-        self.core.admit(requests, self.out, now)
+        self.core.admit(requests, self.out, now, matchers)
 
     def step(self) -> None:
         self.core.advance()

@@ -24,6 +24,7 @@ from mlxserve.errors import (
     ModelError,
     RequestError,
 )
+from mlxserve.grammar import Grammar
 from mlxserve.types import Completion, Piece, SamplingParams, from_names
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __all__ = [
     "ContextError",
     "DamagedError",
     "EngineDead",
+    "Grammar",
     "InvariantError",
     "MlxserveError",
     "ModelError",

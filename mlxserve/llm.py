@@ -81,6 +81,7 @@ class LLM:
         self._engine = Engine(
             lambda: load_model(checkpoint.config, checkpoint.weights(), cancelled=cancelled.is_set),
             config,
+            tokenizer=self.tokenizer,
             cancelled=cancelled,
         )
         self._finalizer = weakref.finalize(self, self._engine.close)
@@ -330,9 +331,41 @@ class LLM:
 
     def _answers(self, prompts: list[Any], params: SamplingParams) -> list[list[Answer]]:
         """Of each prompt, the answers to draw."""
+<<<<<<< ours
         return [
             self.prepare(self.encode(prompt), params, chat=_is_chat(prompt)) for prompt in prompts
         ]
+=======
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            # A config may name an id that the model doesn't have; it can't be drawn.
+            vocab_size = self._engine.info.vocab_size
+            stop_ids |= {token for token in self.tokenizer.eos_ids if token < vocab_size}
+        samples = [params.sample(index) for index in range(params.drawn)]
+        drawn = []
+        for prompt in prompts:
+            ids = tuple(self._encode(prompt))
+            drawn.append(
+                [
+                    Answer(
+                        Request(
+                            id=self._next_id(), prompt_ids=ids, params=sample, stop_ids=stop_ids
+                        ),
+                        params,
+                        # Chat answers open a text; others keep the space before a first word,
+                        # as do those that have a form.
+                        TextStream(
+                            self.tokenizer,
+                            params.stop,
+                            at_start=_is_chat(prompt) and params.grammar is None,
+                        ),
+                        self.tokenizer.vocab_size,
+                    )
+                    for sample in samples
+                ]
+            )
+        return drawn
+>>>>>>> theirs
 
     def _stream(self, answer: Answer) -> Iterator[Piece]:
         for piece in self._run([answer]):

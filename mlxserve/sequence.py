@@ -32,6 +32,7 @@ class Sequence:
     scored: positions of which what was to be read is delivered; a request that starts over skips
         them.
     counts: occurrences of each token, an array `[V]` on the device, for penalties only.
+    matcher: how far the answer has come in its grammar, a `text.matcher.Matcher`, or None.
     """
 
     request: Request
@@ -52,6 +53,7 @@ class Sequence:
     preempted: bool = False
     scored: int = 0
     counts: Any = None
+    matcher: Any = None
     finished: bool = False
     submitted_s: float = 0.0
     started_s: float | None = None

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+<<<<<<< ours
 from mlxserve.errors import ContextError, RequestError
+=======
+from mlxserve.errors import RequestError
+from mlxserve.grammar import Grammar
+from mlxserve.report import show
+>>>>>>> theirs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,8 +55,15 @@ class SamplingParams:
     ignore_eos: go on past the model's own end-of-sequence ids.
     logprobs: report each token's log-probability under the model itself (before temperature,
         penalties and filters); top_logprobs adds the likeliest alternatives.
+<<<<<<< ours
     n: answers to each prompt. Answer i is drawn with seed + i (modulo 2**64), and whole pages (64
         tokens) of the prompt are computed once for all of them.
+=======
+    n: answers to each prompt. Answer i is drawn with seed + i (modulo 2**64), and the prompt is
+        computed once for all of them.
+    grammar: the form that the answer must have; see `Grammar`. Each token is drawn among those that
+        keep to it, and the end id where it is complete.
+>>>>>>> theirs
     best_of: draw so many answers and return the n whose tokens are likeliest under the model, by
         the mean of their log-probabilities, the best first; None returns all n as they were drawn.
 
@@ -75,6 +88,7 @@ class SamplingParams:
     top_logprobs: int = 0
     n: int = 1
     best_of: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _NUMBERS.items():
@@ -95,6 +109,7 @@ class SamplingParams:
         if self.top_logprobs:
             self._set("logprobs", True)
         self._check_samples()
+        self._check_grammar()
         self._set_stops()
         self._set_logit_bias()
 
@@ -111,6 +126,19 @@ class SamplingParams:
                 f"{self._samples_asked}, and with temperature 0 all answers would be equal; set "
                 "temperature, or ask for one"
             )
+
+    def _check_grammar(self) -> None:
+        if self.grammar is None:
+            return
+        if not isinstance(self.grammar, Grammar):
+            raise RequestError(
+                f"grammar is {show(self.grammar)}; make one, such as Grammar.json_schema(...)"
+            )
+        for name in ("ignore_eos", "min_tokens"):
+            if value := getattr(self, name):
+                raise RequestError(
+                    f"{name} is {value}, and a grammar alone says where the answer ends; drop one"
+                )
 
     def _set_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)

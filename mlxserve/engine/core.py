@@ -3,10 +3,15 @@
 import logging
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+<<<<<<< ours
 from typing import Any, Protocol
+=======
+from types import MappingProxyType
+from typing import Any
+>>>>>>> theirs
 
 import mlx.core as mx
 
@@ -23,6 +28,7 @@ from mlxserve.engine.trace import Trace
 from mlxserve.errors import CapacityError, InvariantError, ModelError, RequestError
 from mlxserve.models.base import Model
 from mlxserve.sequence import Sequence as Seq
+from mlxserve.text.matcher import Matcher
 from mlxserve.types import Request, TokenOut
 
 logger = logging.getLogger(__name__)
@@ -128,14 +134,30 @@ class Core:
     def busy(self) -> bool:
         return self.scheduler.busy or self.in_flight is not None
 
+<<<<<<< ours
     def admit(self, requests: Sequence[Request], out: TokenSink, at_s: float) -> None:
         """Take requests in; `at_s` is when they were submitted."""
+=======
+    def admit(
+        self,
+        requests: Sequence[Request],
+        out: TokenQueue,
+        at_s: float,
+        matchers: Mapping[str, Matcher] = MappingProxyType({}),
+    ) -> None:
+        """Take requests in; `at_s` is when they were submitted.
+
+        matchers: of those with a grammar, by request id.
+        """
+>>>>>>> theirs
         for request in requests:
             if request.id in self.open:
                 error = RequestError(f"request id {request.id!r} is in use; choose another")
                 out.put(TokenOut(request_id=request.id, error=error))
                 continue
             seq = Seq.start(request, self.info.context_tokens, at_s)
+            if request.params.grammar is not None:
+                seq.matcher = matchers[request.id]
             try:
                 self.scheduler.add(seq)
             except CapacityError as error:
@@ -172,6 +194,10 @@ class Core:
         be copied: what is under way holds on to its arrays. One that writes it in place starts at
         once. Tokens are delivered after that, so that the device need not wait for the callers.
 
+        Where answers have grammars, what may come next is known once the last token is committed.
+        So the masks are made while the device runs the model, and those rows are drawn after that,
+        in a submission of their own.
+
         One with prompts takes long: the next isn't built before it is over, for whoever asks
         meanwhile would have to wait for that one too.
         """
@@ -194,6 +220,9 @@ class Core:
             self._submit(following)
         if last is not None:
             self._deliver_step(last, results, read_s)
+        if following is not None and following.constrained:
+            self.runner.constrain(following)
+            self.meter.phase("mask")
 
     def _read(self, step: InFlight) -> tuple[list[ChunkResult], float]:
         """Wait for a step: its results, and when they were there."""

@@ -25,10 +25,17 @@ import mlx.core as mx
 
 from mlxserve import device
 from mlxserve.config import EngineConfig
+<<<<<<< ours
 from mlxserve.engine.core import Core, EngineInfo, EngineStats, TokenSink
 from mlxserve.errors import EngineDead, InvariantError
+=======
+from mlxserve.engine.core import Core, EngineInfo, EngineStats, TokenQueue
+from mlxserve.errors import EngineDead, InvariantError, RequestError
+>>>>>>> theirs
 from mlxserve.models.base import Model
 from mlxserve.sequence import Sequence as Seq
+from mlxserve.text.matcher import Grammars, Matcher
+from mlxserve.text.tokenizer import Tokenizer
 from mlxserve.types import Request, TokenOut
 
 logger = logging.getLogger(__name__)
@@ -41,6 +48,7 @@ class _Submit:
     requests: tuple[Request, ...]
     out: TokenSink
     at_s: float
+    matchers: dict[str, Matcher]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +72,9 @@ class _Stop:
 class Engine:
     """Runs requests on a thread of its own until closed.
 
-    load_model runs on that thread, and what it raises is raised here. cancelled is set once the
-    caller no longer wants the model, for load_model to look at. Methods may be called from any
-    thread.
+    load_model runs on that thread, and what it raises is raised here. tokenizer: the model's, which
+    requests with a grammar need. cancelled is set once the caller no longer wants the model, for
+    load_model to look at. Methods may be called from any thread.
     """
 
     def __init__(
@@ -74,6 +82,7 @@ class Engine:
         load_model: Callable[[], Model],
         config: EngineConfig,
         *,
+        tokenizer: Tokenizer | None = None,
         cancelled: threading.Event | None = None,
     ) -> None:
         self.config = config
@@ -101,13 +110,32 @@ class Engine:
             self.close()
             raise outcome
         self.info = outcome
+        self._grammars = tokenizer and Grammars(tokenizer, outcome.vocab_size)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise RequestError for the first request that this model can't run."""
+        self._checked(requests)
+
+    def _checked(self, requests: Sequence[Request]) -> dict[str, Matcher]:
+        """Check requests. Returns the matchers of those with a grammar, by id.
+
+        Grammars are compiled here, on the caller's thread.
+        """
+        limits = {"vocab_size": self.info.vocab_size, "context_tokens": self.info.context_tokens}
+        matchers = {}
         for request in requests:
-            request.validate(
-                vocab_size=self.info.vocab_size, context_tokens=self.info.context_tokens
-            )
+            request.validate(**limits)
+            if (grammar := request.params.grammar) is None:
+                continue
+            if self._grammars is None:
+                raise RequestError("this engine has no tokenizer, and a grammar needs one")
+            if missing := self._grammars.end_ids - request.stop_ids:
+                raise RequestError(
+                    f"stop_ids lacks {min(missing)}, an end id of the model, and a grammar needs "
+                    "them all to end with"
+                )
+            matchers[request.id] = self._grammars.matcher(grammar, request.prompt_ids)
+        return matchers
 
     def submit(self, requests: Sequence[Request], out: TokenSink) -> None:
         """Queue requests; their tokens and their ends go to `out`.
@@ -115,16 +143,16 @@ class Engine:
         Raises RequestError if this model can't run one of them, and then none is queued; EngineDead
         if the engine has stopped.
         """
-        self.check(requests)
         if os.getpid() != self._pid:
             raise EngineDead(
                 "this process was forked after the model was loaded, and the engine's thread is "
                 "not in it; load the model here, or start processes with the spawn method"
             )
+        matchers = self._checked(requests)
         with self._door:  # so that nothing is queued behind the end, to wait for ever
             if self._closed:
                 raise self._dead()
-            self._inbox.put(_Submit(tuple(requests), out, time.perf_counter()))
+            self._inbox.put(_Submit(tuple(requests), out, time.perf_counter(), matchers))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """End requests at the next step and free their pages; those already over are left alone."""
@@ -207,10 +235,16 @@ class Engine:
                 core.check_integrity()
                 self.stats = core.stats
             while not core.busy or not self._inbox.empty():
+<<<<<<< ours
                 message, self._progress_s = self._inbox.get(), time.monotonic()
                 match message:
                     case _Submit(requests, out, at_s):
                         core.admit(requests, out, at_s)
+=======
+                match self._inbox.get():
+                    case _Submit(requests, out, at_s, matchers):
+                        core.admit(requests, out, at_s, matchers)
+>>>>>>> theirs
                     case _Abort(request_ids):
                         core.abort(request_ids)
                     case _Call(work, out):
@@ -229,7 +263,7 @@ class Engine:
         waiting = {request_id: out for request_id, (_, out) in unfinished.items()}
         while not self._inbox.empty():
             match self._inbox.get():
-                case _Submit(requests, out, _):
+                case _Submit(requests, out):
                     waiting |= {request.id: out for request in requests}
                 case _Call(_, out):
                     out.put((None, self._dead()))

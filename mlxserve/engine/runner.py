@@ -1,5 +1,6 @@
 """Turns a plan into lazy arrays, and their values back into plain results. Engine thread only."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 import mlx.core as mx
@@ -8,8 +9,10 @@ import numpy as np
 from mlxserve.cache.batch import BatchView
 from mlxserve.cache.storage import Storage
 from mlxserve.engine.forward import Forward
+from mlxserve.engine.masks import Masks
 from mlxserve.engine.sampling import logprobs, sample
 from mlxserve.engine.scheduler import ChunkResult
+from mlxserve.errors import MlxserveError, ModelError
 from mlxserve.kernels import select
 from mlxserve.models.base import Model
 from mlxserve.sequence import Chunk, StepPlan
@@ -23,7 +26,11 @@ NOT_FINITE = (
 
 
 class InFlight:
-    """A step that is built, and after `submit` under way. `read` waits for it."""
+    """A step that is built, and after `submit` under way. `read` waits for it.
+
+    constrained: rows whose tokens depend on a mask; they are drawn by `constrain`, in a submission
+    of their own, so that masks are made while the model runs.
+    """
 
     def __init__(self, plan: StepPlan, forward: Forward, storage: Storage, ids: mx.array) -> None:
         self.plan = plan
@@ -31,9 +38,13 @@ class InFlight:
         self._forward = forward
         self._storage = storage
         self.sampled: list[Chunk] = []
+        self.constrained: list[int] = []
         self.ids: mx.array | None = None
         self._to_read: dict[int, mx.array] = {}  # hidden states, by chunk
+        # Until the constrained rows are drawn: logits, their likeliest, tokens of the other rows.
+        self._undrawn: tuple[mx.array, ...] = ()
         self._finite: mx.array | None = None
+        self._failures: dict[int, MlxserveError] = {}
         self._logprob_rows: list[int] = []
         self._logprobs: tuple[mx.array, ...] = ()
         self._hidden: mx.array | None = None
@@ -65,10 +76,32 @@ class InFlight:
         self._hidden = None if last or self._to_read else hidden
 
     def _sample(self, logits: mx.array) -> None:
-        seqs = [chunk.seq for chunk in self.sampled]
         best, self._finite = select.greedy(logits)
-        self.ids = ids = sample(logits, seqs, best)
-        params = [seq.request.params for seq in seqs]
+        self.constrained = [
+            row for row, chunk in enumerate(self.sampled) if chunk.seq.matcher is not None
+        ]
+        free = self._free_rows()
+        drawn = [self._draw(logits, best, free)] if free else []
+        if self.constrained:
+            self._undrawn = (logits, best, *drawn)
+        else:
+            self._report(logits, best, *drawn)
+
+    def _free_rows(self) -> list[int]:
+        return sorted(set(range(len(self.sampled))).difference(self.constrained))
+
+    def _draw(
+        self, logits: mx.array, best: mx.array, rows: list[int], mask: mx.array | None = None
+    ) -> mx.array:
+        """int32 `[len(rows)]`: tokens of these rows."""
+        if len(rows) < len(self.sampled):
+            logits, best = logits[mx.array(rows)], best[mx.array(rows)]
+        return sample(logits, [self.sampled[row].seq for row in rows], best, mask)
+
+    def _report(self, logits: mx.array, best: mx.array, ids: mx.array) -> None:
+        """Have all tokens, and what is told of them."""
+        self.ids = ids
+        params = [chunk.seq.request.params for chunk in self.sampled]
         self._logprob_rows = [row for row, p in enumerate(params) if p.logprobs]
         if self._logprob_rows:
             rows = mx.array(self._logprob_rows)
@@ -77,12 +110,26 @@ class InFlight:
 
     def submit(self) -> None:
         """Start computing: the tokens together with everything the step wrote."""
-        finite = [] if self._finite is None else [self._finite]
-        outputs = [*finite, *self._logprobs, *self._to_read.values()]
+        first = (self.ids, self._hidden, self._finite)
+        outputs = [array for array in first if array is not None]
+        outputs += [*self._undrawn, *self._logprobs, *self._to_read.values()]
         if not self.in_place:
             outputs += self._storage.written()
-        first = self.ids if self.ids is not None else self._hidden
-        mx.async_eval(*([first] if first is not None else []), *outputs)
+        mx.async_eval(*outputs)
+
+    def constrain(self, mask: mx.array, failures: Mapping[int, MlxserveError]) -> None:
+        """Draw the tokens of the constrained rows, and start computing that.
+
+        mask: float32 `[n, V]`, see `sampling.sample`; failures: why rows have to end, by row.
+        """
+        logits, best, *drawn = self._undrawn
+        self._undrawn, self._failures = (), dict(failures)
+        ids = self._draw(logits, best, self.constrained, mask)
+        if drawn:
+            order = np.argsort([*self._free_rows(), *self.constrained])
+            ids = mx.concatenate([*drawn, ids])[mx.array(order)]
+        self._report(logits, best, ids)
+        mx.async_eval(ids, *self._logprobs)
 
     def read(self) -> list[ChunkResult]:
         """Wait for the step; one result per chunk of the plan."""
@@ -97,7 +144,9 @@ class InFlight:
             if not chunk.samples:
                 results.append(read)
                 continue
-            failure = read.failure if finite[row] else NOT_FINITE
+            failure = read.failure or self._failures.get(row)
+            if not finite[row]:
+                failure = ModelError(NOT_FINITE)
             prompt = read.prompt_logprobs
             results.append(
                 ChunkResult(ids[row], reported.get(row), prompt_logprobs=prompt, failure=failure)
@@ -123,7 +172,7 @@ class InFlight:
         top = request.prompt_logprobs
         if top is None:
             logits = np.concatenate([np.array(block) for block in blocks])
-            failure = None if np.isfinite(logits).all() else NOT_FINITE
+            failure = None if np.isfinite(logits).all() else ModelError(NOT_FINITE)
             return ChunkResult(prompt_logits=logits, failure=failure)
         found: list[Logprob] = []
         for block in blocks:
@@ -133,7 +182,7 @@ class InFlight:
             values = logprobs(block, best, mx.array(ids, mx.int32), top)
             mx.eval(finite, *values)
             if not np.array(finite).all():
-                return ChunkResult(failure=NOT_FINITE)
+                return ChunkResult(failure=ModelError(NOT_FINITE))
             found += _to_logprobs(ids, values, [top] * len(ids))
         return ChunkResult(prompt_logprobs=tuple(found))
 
@@ -144,11 +193,18 @@ class Runner:
     def __init__(self, model: Model, storage: Storage) -> None:
         self.storage = storage
         self._forward = Forward(model, storage)
+        self._masks = Masks(model.vocab_size)
 
     def build(self, plan: StepPlan, previous: InFlight | None) -> InFlight:
         """Build one step lazily on top of `previous`, whose tokens are not read yet."""
         self.storage.prepare(plan)
         return InFlight(plan, self._forward, self.storage, _input_ids(plan, previous))
+
+    def constrain(self, step: InFlight) -> None:
+        """Draw what depends on grammars in a step under way, once all before it are committed."""
+        seqs = [step.sampled[row].seq for row in step.constrained]
+        mask, failures = self._masks.mask(seqs)
+        step.constrain(mask, {step.constrained[i]: error for i, error in failures.items()})
 
 
 def _rows_to_read(chunk: Chunk) -> int:

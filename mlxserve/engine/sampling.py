@@ -18,16 +18,21 @@ from mlxserve.types import SamplingParams
 SUM_GROUP = 256  # exponentials that are added up at once
 
 
-def sample(logits: mx.array, seqs: Seq[Sequence], best: mx.array) -> mx.array:
+def sample(
+    logits: mx.array, seqs: Seq[Sequence], best: mx.array, mask: mx.array | None = None
+) -> mx.array:
     """Draw one token per row, lazily.
 
     logits: float32 `[B, V]`; seqs: the sequence of each row, whose `outputs` counts this token
-    already; best: int32 `[B]`, the likeliest of `logits`. Returns int32 `[B]`. Updates `counts` of
-    sequences with penalties.
+    already; best: int32 `[B]`, the likeliest of `logits`; mask: float32 `[B, V]`, 0 for tokens that
+    a grammar allows and -infinity for others. Returns int32 `[B]`. Updates `counts` of sequences
+    with penalties.
     """
     params = [seq.request.params for seq in seqs]
     plain = logits
     logits = _biased(_penalised(logits, seqs), seqs)
+    if mask is not None:
+        logits = logits + mask
     if logits is plain and all(p.temperature == 0 for p in params):
         return best
     kinds = ["greedy" if p.temperature == 0 else "drawn" for p in params]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mlxserve.cache.manager import CacheManager
 from mlxserve.engine.pace import Pace
 from mlxserve.engine.queueing import WaitingQueue
-from mlxserve.errors import CapacityError, ModelError
+from mlxserve.errors import CapacityError, MlxserveError
 from mlxserve.sequence import Chunk, Sequence, StepPlan
 from mlxserve.types import FinishReason, Logprob, TokenOut
 
@@ -31,14 +31,14 @@ class ChunkResult:
     """What a step found for a chunk: a sampled token, what was read of the prompt, both or neither.
 
     prompt_logits: float32 `[n, V]`; prompt_logprobs: of the prompt tokens start + 1 .. start + n.
-    failure: why nothing of it can be used.
+    failure: why nothing of it can be used; its request ends with that.
     """
 
     token_id: int | None = None
     logprob: Logprob | None = None
     prompt_logits: "np.ndarray | None" = None
     prompt_logprobs: tuple[Logprob, ...] = ()
-    failure: str | None = None
+    failure: MlxserveError | None = None
 
 
 @dataclass(slots=True)
@@ -197,7 +197,7 @@ class Scheduler:
         """One chunk's result as a delivery, None if there is nothing to deliver yet."""
         seq = chunk.seq
         if result.failure is not None:
-            return TokenOut(request_id=seq.request.id, error=ModelError(result.failure))
+            return TokenOut(request_id=seq.request.id, error=result.failure)
         end, known = chunk.start + chunk.n, max(0, seq.scored - chunk.start)
         logits = None if result.prompt_logits is None else result.prompt_logits[known:]
         logprobs = result.prompt_logprobs[known:]

@@ -1,0 +1,45 @@
+"""The masks of a step: which tokens the grammars of its rows allow. Engine thread only."""
+
+from collections.abc import Sequence as Seq
+
+import mlx.core as mx
+import numpy as np
+from llguidance import LLExecutor
+from llguidance.numpy import fill_next_token_bitmask_par
+
+from mlxserve.errors import RequestError
+from mlxserve.sequence import Sequence
+
+# What a byte of eight tokens' bits stands for: float32 `[256, 8]`. MLX has no fast way to unpack
+# bits or to choose by them on a CPU: 16 rows of 49,152 take 15 ms, and 0.3 ms so.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_BYTE = np.where(_BITS, np.float32(0), np.float32(-np.inf))
+
+
+class Masks:
+    """Masks for a model's vocabulary, those of several rows at once."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._executor: LLExecutor | None = None
+
+    def mask(self, seqs: Seq[Sequence]) -> tuple[mx.array, dict[int, RequestError]]:
+        """What may be drawn next: float32 `[n, V]`, 0 where allowed and -infinity elsewhere.
+
+        Every token that is known of the sequences was committed. Also returns why some can't go on,
+        by index: to these, as to those that ended, everything is allowed, and nothing is drawn of
+        it.
+        """
+        if self._executor is None:
+            self._executor = LLExecutor()
+        bits = np.zeros((len(seqs), -(-self._vocab_size // 32)), np.int32)
+        live = [i for i, seq in enumerate(seqs) if not seq.finished]
+        for i in live:
+            seqs[i].matcher.follow(seqs[i].ids)
+        matchers = [(seqs[i].matcher.inner, i) for i in live]
+        if matchers:
+            fill_next_token_bitmask_par(self._executor, matchers, bits)
+        failures = {i: error for i in live if (error := seqs[i].matcher.failure) is not None}
+        bits[[i for i, seq in enumerate(seqs) if seq.finished or i in failures]] = -1
+        mask = np.take(_BYTE, bits.view(np.uint8), axis=0).reshape(len(seqs), -1)
+        return mx.array(mask[:, : self._vocab_size]), failures
