@@ -230,6 +230,8 @@ class ServerConfig:
     max_body_bytes, body_timeout_s: of a request's body; max_tools: tools in it.
     header_timeout_s: for a request's head, and for the next one on a connection that is kept.
     grace_s: how long running answers may go on after SIGTERM.
+    tool_format, reasoning_format: how the model writes tool calls and reasoning; None: what its
+        chat template shows.
     log_format: a line per request as "text" or "json"; log_prompts: with its prompt.
     """
 
@@ -248,6 +250,8 @@ class ServerConfig:
     max_tools: int = 128
     header_timeout_s: float = 30.0
     grace_s: float = 30.0
+    tool_format: str | None = None
+    reasoning_format: str | None = None
     log_format: Literal["text", "json"] = "text"
     log_prompts: bool = False
 

@@ -253,13 +253,19 @@ class LLM:
         return self._files | self._engine.info.fingerprint
 
     def prepare(
-        self, ids: Sequence[int], params: SamplingParams, *, chat: bool = False, **options: Any
+        self,
+        ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        chat: bool = False,
+        keep: Iterable[str] = (),
+        **options: Any,
     ) -> list[Answer]:
         """The answers to draw for a prompt, for `submit`; as many as `params` asks for.
 
-        chat: the answer opens a text; other continuations keep the space before a first word.
-        options: further fields of Request, such as tenant. Raises RequestError for what this model
-        can't run.
+        chat: the answer opens a text; other continuations keep the space before a first word, as do
+        those that have a form. keep: special tokens that are text all the same. options: further
+        fields of Request, such as tenant. Raises RequestError for what this model can't run.
         """
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
@@ -270,7 +276,8 @@ class LLM:
         for sample in (params.sample(index) for index in range(params.drawn)):
             fields = {"prompt_ids": prompt_ids, "params": sample, "stop_ids": stop_ids, **options}
             request = Request(id=self._next_id(), **fields)
-            text = TextStream(self.tokenizer, params.stop, at_start=chat)
+            opens = chat and params.grammar is None
+            text = TextStream(self.tokenizer, params.stop, at_start=opens, keep=keep)
             answers.append(Answer(request, params, text, self.tokenizer.vocab_size))
         self._engine.check([answers[0].request])
         return answers
@@ -331,41 +338,9 @@ class LLM:
 
     def _answers(self, prompts: list[Any], params: SamplingParams) -> list[list[Answer]]:
         """Of each prompt, the answers to draw."""
-<<<<<<< ours
         return [
             self.prepare(self.encode(prompt), params, chat=_is_chat(prompt)) for prompt in prompts
         ]
-=======
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            # A config may name an id that the model doesn't have; it can't be drawn.
-            vocab_size = self._engine.info.vocab_size
-            stop_ids |= {token for token in self.tokenizer.eos_ids if token < vocab_size}
-        samples = [params.sample(index) for index in range(params.drawn)]
-        drawn = []
-        for prompt in prompts:
-            ids = tuple(self._encode(prompt))
-            drawn.append(
-                [
-                    Answer(
-                        Request(
-                            id=self._next_id(), prompt_ids=ids, params=sample, stop_ids=stop_ids
-                        ),
-                        params,
-                        # Chat answers open a text; others keep the space before a first word,
-                        # as do those that have a form.
-                        TextStream(
-                            self.tokenizer,
-                            params.stop,
-                            at_start=_is_chat(prompt) and params.grammar is None,
-                        ),
-                        self.tokenizer.vocab_size,
-                    )
-                    for sample in samples
-                ]
-            )
-        return drawn
->>>>>>> theirs
 
     def _stream(self, answer: Answer) -> Iterator[Piece]:
         for piece in self._run([answer]):

@@ -8,13 +8,9 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-<<<<<<< ours
 from mlxserve.errors import ContextError, RequestError
-=======
-from mlxserve.errors import RequestError
 from mlxserve.grammar import Grammar
 from mlxserve.report import show
->>>>>>> theirs
 
 if TYPE_CHECKING:
     import numpy as np
@@ -55,15 +51,10 @@ class SamplingParams:
     ignore_eos: go on past the model's own end-of-sequence ids.
     logprobs: report each token's log-probability under the model itself (before temperature,
         penalties and filters); top_logprobs adds the likeliest alternatives.
-<<<<<<< ours
     n: answers to each prompt. Answer i is drawn with seed + i (modulo 2**64), and whole pages (64
         tokens) of the prompt are computed once for all of them.
-=======
-    n: answers to each prompt. Answer i is drawn with seed + i (modulo 2**64), and the prompt is
-        computed once for all of them.
     grammar: the form that the answer must have; see `Grammar`. Each token is drawn among those that
         keep to it, and the end id where it is complete.
->>>>>>> theirs
     best_of: draw so many answers and return the n whose tokens are likeliest under the model, by
         the mean of their log-probabilities, the best first; None returns all n as they were drawn.
 

@@ -91,6 +91,12 @@ def serve(
     min_p: Annotated[float | None, _absent_x("--min-p")] = None,
     repetition_penalty: Annotated[float | None, _absent_x("--repetition-penalty")] = None,
     max_tokens: Annotated[int | None, _absent_n("--max-tokens", "-n")] = None,
+    tool_format: Annotated[
+        str | None, typer.Option("--tool-format", help="Of tool calls. [default: as the template]")
+    ] = None,
+    reasoning_format: Annotated[
+        str | None, typer.Option("--reasoning-format", help="The same of reasoning.")
+    ] = None,
     log_format: Annotated[
         Literal["text", "json"], typer.Option("--log-format", help="Of the line per request.")
     ] = "text",
@@ -133,6 +139,8 @@ def serve(
         strict=strict,
         max_body_bytes=max_body_mb << 20,
         grace_s=grace,
+        tool_format=tool_format,
+        reasoning_format=reasoning_format,
         log_format=log_format,
         log_prompts=log_prompts,
     )

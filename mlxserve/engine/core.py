@@ -6,12 +6,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-<<<<<<< ours
-from typing import Any, Protocol
-=======
 from types import MappingProxyType
-from typing import Any
->>>>>>> theirs
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -134,14 +130,10 @@ class Core:
     def busy(self) -> bool:
         return self.scheduler.busy or self.in_flight is not None
 
-<<<<<<< ours
-    def admit(self, requests: Sequence[Request], out: TokenSink, at_s: float) -> None:
-        """Take requests in; `at_s` is when they were submitted."""
-=======
     def admit(
         self,
         requests: Sequence[Request],
-        out: TokenQueue,
+        out: TokenSink,
         at_s: float,
         matchers: Mapping[str, Matcher] = MappingProxyType({}),
     ) -> None:
@@ -149,7 +141,6 @@ class Core:
 
         matchers: of those with a grammar, by request id.
         """
->>>>>>> theirs
         for request in requests:
             if request.id in self.open:
                 error = RequestError(f"request id {request.id!r} is in use; choose another")

@@ -25,13 +25,8 @@ import mlx.core as mx
 
 from mlxserve import device
 from mlxserve.config import EngineConfig
-<<<<<<< ours
 from mlxserve.engine.core import Core, EngineInfo, EngineStats, TokenSink
-from mlxserve.errors import EngineDead, InvariantError
-=======
-from mlxserve.engine.core import Core, EngineInfo, EngineStats, TokenQueue
 from mlxserve.errors import EngineDead, InvariantError, RequestError
->>>>>>> theirs
 from mlxserve.models.base import Model
 from mlxserve.sequence import Sequence as Seq
 from mlxserve.text.matcher import Grammars, Matcher
@@ -235,16 +230,10 @@ class Engine:
                 core.check_integrity()
                 self.stats = core.stats
             while not core.busy or not self._inbox.empty():
-<<<<<<< ours
                 message, self._progress_s = self._inbox.get(), time.monotonic()
                 match message:
-                    case _Submit(requests, out, at_s):
-                        core.admit(requests, out, at_s)
-=======
-                match self._inbox.get():
                     case _Submit(requests, out, at_s, matchers):
                         core.admit(requests, out, at_s, matchers)
->>>>>>> theirs
                     case _Abort(request_ids):
                         core.abort(request_ids)
                     case _Call(work, out):

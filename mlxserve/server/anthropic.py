@@ -9,19 +9,22 @@ import msgspec
 from msgspec import Struct
 
 from mlxserve.server.problems import Problem
+from mlxserve.server.service import Dialect
 
 PIN_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 """Seconds that cache_control keeps a prompt, by its ttl."""
 
-REFUSED = {
-    "container": "this server runs no code; leave it out",
-    "context_management": "this server edits no context; leave it out",
-    "mcp_servers": "this server calls no tools itself; leave it out",
-}
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "mcp_servers": ([],),
-    "service_tier": ("auto", "standard_only"),
-}
+DIALECT = Dialect(
+    refused={
+        "container": "this server runs no code; leave it out",
+        "context_management": "this server edits no context; leave it out",
+        "mcp_servers": "this server calls no tools itself; leave it out",
+    },
+    harmless={
+        "mcp_servers": ([],),
+        "service_tier": ("auto", "standard_only"),
+    },
+)
 
 
 class Thinking(Struct, kw_only=True):
@@ -92,8 +95,7 @@ def tools_of(asked: CountRequest) -> list[dict[str, Any]]:
         if tool.type not in (None, "custom") or tool.input_schema is None:
             raise Problem(
                 400,
-                f"tools[{i}] is {tool.type or 'without input_schema'}; give tools of your own, with "
-                "an input_schema",
+                f"tools[{i}] is of type {tool.type!r}; give your own, with an input_schema",
                 param=f"tools[{i}]",
             )
         function = {"name": tool.name, "parameters": tool.input_schema}
@@ -121,8 +123,8 @@ def pin_s(asked: CountRequest) -> float | None:
     controls = [getattr(asked, "cache_control", None)]
     blocks = [] if isinstance(asked.system, str | None) else list(asked.system)
     for message in asked.messages:
-        content = message.get("content")
-        blocks += [block for block in content if isinstance(block, dict)] if _is_list(content) else []
+        if isinstance(content := message.get("content"), list):
+            blocks += [block for block in content if isinstance(block, dict)]
     controls += [block.get("cache_control") for block in blocks]
     controls += [tool.cache_control for tool in asked.tools or ()]
     wanted = []
@@ -137,10 +139,6 @@ def pin_s(asked: CountRequest) -> float | None:
             )  # fmt: skip
         wanted.append(PIN_S[ttl])
     return max(wanted, default=None)
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list)
 
 
 def _blocks(where: str, content: Any) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ from mlxserve.config import ServerConfig
 from mlxserve.llm import LLM
 from mlxserve.server import openapi
 from mlxserve.server.delivery import Mailbox
-from mlxserve.server.endpoints import chat, completions, health, models
+from mlxserve.server.endpoints import chat, completions, health, messages, models
+from mlxserve.server.formats import Formats
 from mlxserve.server.gate import Gate
 from mlxserve.server.journal import Journal
 from mlxserve.server.metrics import Metrics
@@ -24,6 +25,8 @@ from mlxserve.server.tenants import Tenants
 ROUTES = [
     Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
     Route("/v1/completions", completions.completions, methods=["POST"]),
+    Route("/v1/messages", messages.messages, methods=["POST"]),
+    Route("/v1/messages/count_tokens", messages.count_tokens, methods=["POST"]),
     Route("/v1/models", models.models),
     Route("/v1/models/{name:path}", models.model),
     Route("/tokenize", models.tokenize, methods=["POST"]),
@@ -44,6 +47,7 @@ def make_app(llm: LLM, config: ServerConfig) -> Starlette:
         mailbox=Mailbox(asyncio.get_running_loop()),
         metrics=metrics,
         tenants=Tenants(config.api_keys, config.requests_per_minute, config.tokens_per_minute),
+        formats=Formats.of(llm.tokenizer, config.tool_format, config.reasoning_format),
         openapi=openapi.document(version("mlxserve")),
     )
     journal = Journal(metrics, config.log_format, prompts=config.log_prompts)

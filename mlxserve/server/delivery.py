@@ -117,7 +117,11 @@ class Delivery:
             await asyncio.wait_for(self._event.wait(), timeout_s)
         except TimeoutError:
             return
+        except BaseException:
+            self.close()
+            raise
         if self._arrived and self._arrived[0].error is not None:
+            self.close()
             raise self._arrived[0].error
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, str, TokenOut] | None]:

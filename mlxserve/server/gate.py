@@ -52,7 +52,7 @@ class Gate:
         except Exception as error:
             problem = problem_of(error)
             if not status and problem.status != 499:  # there is nobody to tell
-                await response(problem)(scope, receive, send)
+                await response(problem, scope["path"])(scope, receive, send)
             status = status or problem.status
         finally:
             self._journal.note(scope, status or 499, started_s)

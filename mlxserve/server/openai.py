@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from mlxserve.answers import Answer
 from mlxserve.config import ServerConfig
+from mlxserve.grammar import Grammar
 from mlxserve.server.problems import Problem
 from mlxserve.server.schema import (
+    ChatRequest,
     CompletionDetails,
+    CompletionRequest,
     PromptDetails,
     Sampling,
     TokenLogprob,
     TopToken,
     UsageReply,
 )
+from mlxserve.server.service import Dialect
 from mlxserve.text.tokenizer import Tokenizer
-from mlxserve.types import Logprob, SamplingParams, Usage
+from mlxserve.types import Logprob, SamplingParams
+
+DIALECT = Dialect(
+    refused={
+        "audio": "this server makes no sound; leave it out",
+        "function_call": "it is replaced by tool_choice",
+        "functions": "it is replaced by tools",
+        "modalities": "this server answers in text; leave it out",
+        "prediction": "predicted outputs aren't supported; leave it out",
+        "store": "nothing is stored; leave it out",
+        "suffix": "text can't be inserted; leave it out",
+        "verbosity": "no model here knows it; leave it out",
+        "web_search_options": "this server has no access to the web; leave it out",
+    },
+    harmless={
+        "modalities": (["text"],),
+        "store": (False,),
+        "function_call": ("none",),
+        "service_tier": ("auto", "default"),
+    },
+)
 
 MAX_SALT_CHARS = 256
 
@@ -48,6 +74,36 @@ def sampling_params(asked: Sampling, config: ServerConfig, **more: Any) -> Sampl
     if asked.logit_bias is not None:
         values["logit_bias"] = {_token(name): bias for name, bias in asked.logit_bias.items()}
     return SamplingParams(**{**values, **more})
+
+
+def answer_grammar(asked: ChatRequest | CompletionRequest) -> Grammar | None:
+    """The form that the answer is to have. Raises RequestError, Problem."""
+    forms = {
+        "response_format": asked.response_format and _response_format(asked.response_format),
+        "regex": asked.regex is not None and Grammar.regex(asked.regex),
+        "choice": asked.choice is not None and Grammar.choice(asked.choice),
+        "grammar": asked.grammar is not None and Grammar.lark(asked.grammar),
+    }
+    given = {name: grammar for name, grammar in forms.items() if grammar}
+    if len(given) > 1:
+        raise Problem(400, f"{' and '.join(given)} can't be asked for at once; choose one")
+    return next(iter(given.values()), None)
+
+
+def _response_format(given: dict[str, Any]) -> Grammar | None:
+    match given:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return Grammar.json_object()
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return Grammar.json_schema(schema)
+    raise Problem(
+        400,
+        f"response_format is {json.dumps(given)[:100]}; it must be of type text, json_object, or "
+        "json_schema with a json_schema.schema",
+        param="response_format",
+    )
 
 
 def _token(name: str) -> int:
@@ -87,19 +143,15 @@ def includes_usage(asked: Sampling) -> bool:
     return bool(asked.stream_options.include_usage)
 
 
-def usage(answers: list[Answer], drawn: int) -> UsageReply:
+def usage(answers: Sequence[Answer], drawn: int, reasoning_tokens: int = 0) -> UsageReply:
     """Of all answers; the `drawn` answers to one prompt count it once."""
     done = [answer.completion().usage for answer in answers]
     prompts = done[::drawn]
     prompt = sum(one.prompt_tokens for one in prompts)
     completion = sum(one.completion_tokens for one in done)
-    return UsageReply(
-        prompt, completion, prompt + completion, _cached(prompts), CompletionDetails()
-    )
-
-
-def _cached(prompts: list[Usage]) -> PromptDetails:
-    return PromptDetails(sum(one.cached_tokens for one in prompts))
+    cached = PromptDetails(sum(one.cached_tokens for one in prompts))
+    details = CompletionDetails(reasoning_tokens)
+    return UsageReply(prompt, completion, prompt + completion, cached, details)
 
 
 def token_logprob(tokenizer: Tokenizer, found: Logprob) -> TokenLogprob:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from mlxserve.server import schema
+from mlxserve.server import anthropic, schema
 
 REF = "#/components/schemas/{name}"
 
@@ -14,6 +14,14 @@ REF = "#/components/schemas/{name}"
 OPERATIONS: tuple[tuple[str, str, str, type | None, type | None], ...] = (
     ("/v1/chat/completions", "post", "Answer a chat", schema.ChatRequest, schema.ChatReply),
     ("/v1/completions", "post", "Continue a text", schema.CompletionRequest, schema.TextReply),
+    ("/v1/messages", "post", "Answer a chat", anthropic.MessagesRequest, anthropic.MessageReply),
+    (
+        "/v1/messages/count_tokens",
+        "post",
+        "Tokens of a chat",
+        anthropic.CountRequest,
+        anthropic.CountReply,
+    ),
     ("/v1/models", "get", "The models served here", None, schema.ModelList),
     ("/v1/models/{name}", "get", "One of them", None, schema.ModelReply),
     ("/tokenize", "post", "Text to token ids", schema.TokenizeRequest, schema.TokenizeReply),

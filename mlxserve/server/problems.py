@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -80,7 +81,7 @@ def invalid(error: msgspec.ValidationError) -> Problem:
     return Problem(400, f"{found[1]}: {text[: found.start()]}", param=found[1])
 
 
-def body(problem: Problem) -> bytes:
+def openai_body(problem: Problem) -> dict[str, Any]:
     """In OpenAI's shape."""
     kind = "invalid_request_error" if problem.status < 500 else "server_error"
     error = {
@@ -89,9 +90,23 @@ def body(problem: Problem) -> bytes:
         "param": problem.param,
         "code": problem.code,
     }
-    return msgspec.json.encode({"error": error})
+    return {"error": error}
 
 
-def response(problem: Problem) -> Response:
+def anthropic_body(problem: Problem) -> dict[str, Any]:
+    """In Anthropic's shape."""
+    kind = "invalid_request_error" if problem.status < 500 else "api_error"
+    kind = {413: "request_too_large", 503: "overloaded_error"}.get(problem.status, kind)
+    error = {"type": _KINDS.get(problem.status, kind), "message": problem.message}
+    return {"type": "error", "error": error}
+
+
+def body_of(problem: Problem, path: str) -> dict[str, Any]:
+    """In the shape that clients of this path know."""
+    return anthropic_body(problem) if path.startswith("/v1/messages") else openai_body(problem)
+
+
+def response(problem: Problem, path: str) -> Response:
     """The whole answer to a request that gets no other."""
-    return Response(body(problem), problem.status, problem.headers, "application/json")
+    data = msgspec.json.encode(body_of(problem, path))
+    return Response(data, problem.status, problem.headers, "application/json")

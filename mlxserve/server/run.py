@@ -21,7 +21,7 @@ from mlxserve.server.app import make_app
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""Of Python's threads: with the usual 5 ms, a busy one took a step from 3 to 10 ms; with this, to 4."""
+"""Of Python's threads. A busy one took a step from 3 to 10 ms with the usual 5; to 4 with this."""
 
 BACKLOG = 2048
 

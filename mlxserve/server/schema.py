@@ -54,7 +54,8 @@ class Sampling(Struct, kw_only=True):
 class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions.
 
-    chat_template_kwargs: further variables for the model's template; reasoning_effort is one.
+    Ours: chat_template_kwargs: further variables for the model's template, of which
+    reasoning_effort is one; regex, choice, grammar (Lark): the form of the answer.
     """
 
     messages: list[dict[str, Any]]
@@ -63,6 +64,13 @@ class ChatRequest(Sampling, kw_only=True):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):
@@ -76,6 +84,10 @@ class CompletionRequest(Sampling, kw_only=True):
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -84,6 +96,7 @@ class TokenizeRequest(Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -93,28 +106,6 @@ class DetokenizeRequest(Struct, kw_only=True):
 
     model: str | None = None
     tokens: list[int]
-
-
-REFUSED = {
-    "audio": "this server makes no sound; leave it out",
-    "function_call": "it is replaced by tool_choice",
-    "functions": "it is replaced by tools",
-    "modalities": "this server answers in text; leave it out",
-    "prediction": "predicted outputs aren't supported; leave it out",
-    "store": "nothing is stored; leave it out",
-    "suffix": "text can't be inserted; leave it out",
-    "verbosity": "no model here knows it; leave it out",
-    "web_search_options": "this server has no access to the web; leave it out",
-}
-"""Fields of OpenAI's that can't be honoured, and what to do instead."""
-
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "modalities": (["text"],),
-    "store": (False,),
-    "function_call": ("none",),
-    "service_tier": ("auto", "default"),
-}
-"""Values with which such a field, or one that no struct has, asks for what is done anyway."""
 
 
 # ---- Answers.
@@ -165,11 +156,29 @@ class ChatLogprobs(Struct):
     content: list[TokenLogprob]
 
 
+class FunctionCall(Struct):
+    """arguments: a JSON object, as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallReply(Struct, kw_only=True, omit_defaults=True):
+    """A call of one of the client's tools. index: of the call, in a stream."""
+
+    index: int | UnsetType = UNSET
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class Message(Struct, omit_defaults=True):
     """Of an answer, or, in a stream, what is new of one."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallReply] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 from mlxserve.config import ServerConfig
 from mlxserve.llm import LLM
 from mlxserve.server.delivery import Delivery, Mailbox
+from mlxserve.server.formats import Formats
 from mlxserve.server.metrics import Metrics
-from mlxserve.server.problems import Problem, body, invalid, problem_of
-from mlxserve.server.schema import HARMLESS, REFUSED
+from mlxserve.server.problems import Problem, body_of, invalid, problem_of
 from mlxserve.server.tenants import Tenants
 from mlxserve.types import TokenOut
 
@@ -42,6 +42,7 @@ class Service:
     metrics: Metrics
     tenants: Tenants
     openapi: dict[str, Any]
+    formats: Formats
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     pool: ThreadPoolExecutor = field(
@@ -85,7 +86,7 @@ def now() -> int:
 
 def new_id(prefix: str) -> str:
     """A name for a reply that no other has."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}{uuid.uuid4().hex}"
 
 
 async def read(request: Request) -> bytes:
@@ -111,7 +112,19 @@ async def read(request: Request) -> bytes:
     return b"".join(parts)
 
 
-def parse(data: bytes, kind: type[S], *, strict: bool) -> tuple[S, list[str]]:
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What is known of a dialect's fields beside those that are in a struct.
+
+    refused: those that can't be honoured, and what to do instead. harmless: values with which one
+    of them, or one that no struct has, asks for what is done anyway.
+    """
+
+    refused: Mapping[str, str]
+    harmless: Mapping[str, Sequence[Any]]
+
+
+def parse(data: bytes, kind: type[S], dialect: Dialect, *, strict: bool) -> tuple[S, list[str]]:
     """A body as a struct, and the fields that nobody here knows.
 
     Raises Problem for what isn't JSON, values of the wrong type, fields that can't be honoured,
@@ -129,10 +142,10 @@ def parse(data: bytes, kind: type[S], *, strict: bool) -> tuple[S, list[str]]:
     unknown = []
     for name in [name for name in given if name not in known]:
         value = given.pop(name)
-        if value is None or value in HARMLESS.get(name, ()):
+        if value is None or value in dialect.harmless.get(name, ()):
             continue
-        if name in REFUSED:
-            raise Problem(400, f"{name} can't be honoured: {REFUSED[name]}", param=name)
+        if name in dialect.refused:
+            raise Problem(400, f"{name} can't be honoured: {dialect.refused[name]}", param=name)
         unknown.append(name)
     if unknown and strict:
         raise Problem(400, f"unknown field {unknown[0]!r}; leave it out", param=unknown[0])
@@ -157,13 +170,13 @@ def reply(struct: msgspec.Struct, headers: Mapping[str, str] | None = None) -> R
     return Response(data, headers=dict(headers or {}), media_type="application/json")
 
 
-async def whole(request: Request, delivery: Delivery) -> AsyncIterator[tuple[int, TokenOut]]:
+async def whole(request: Request, delivery: Delivery) -> AsyncIterator[tuple[int, str, TokenOut]]:
     """What is delivered, to the end, while the client is there; closes the delivery."""
     gone = asyncio.create_task(_watch(request.receive, delivery))
     try:
         async for event in delivery:
             if event is not None:
-                yield event[0], event[2]
+                yield event
     finally:
         gone.cancel()
         delivery.close()
@@ -176,20 +189,30 @@ async def _watch(receive: Receive, delivery: Delivery) -> None:
     delivery.fail(Problem(499, "the client went away"))
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events, of chunks; None among them becomes a comment that keeps the line open.
+DONE = b"data: [DONE]\n\n"
+"""The last line of OpenAI's streams."""
 
-    Ends the answers with the connection, whatever ended that.
+Event = msgspec.Struct | tuple[str, Any]
+"""What is sent of a stream at once; with the event's name where the dialect names them."""
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; None among them becomes a comment that keeps the line open.
+
+    Ends the answers with the connection, whatever ended that. done: the last line, if there is one.
     """
 
     def __init__(
         self,
         delivery: Delivery,
-        chunks: AsyncGenerator[msgspec.Struct | None],
+        events: AsyncGenerator[Event | None],
         headers: Mapping[str, str],
+        *,
+        path: str,
+        done: bytes = b"",
     ) -> None:
         head = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
-        super().__init__(_events(chunks), headers=head, media_type="text/event-stream")
+        super().__init__(_written(events, path, done), headers=head, media_type="text/event-stream")
         self._delivery = delivery
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,14 +224,25 @@ class EventStream(StreamingResponse):
             self._delivery.close()
 
 
-async def _events(chunks: AsyncGenerator[msgspec.Struct | None]) -> AsyncIterator[bytes]:
+async def _written(
+    events: AsyncGenerator[Event | None], path: str, done: bytes
+) -> AsyncIterator[bytes]:
     try:
-        async for chunk in chunks:
-            if chunk is None:
-                yield b": still here\n\n"
-            else:
-                yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+        async for event in events:
+            match event:
+                case None:
+                    yield b": still here\n\n"
+                case (name, data):
+                    yield _line(data, name)
+                case _:
+                    yield _line(event)
     except Exception as error:
-        yield b"data: " + body(problem_of(error)) + b"\n\n"
+        body = body_of(problem_of(error), path)
+        yield _line(body, "error" if "type" in body else None)
     else:
-        yield b"data: [DONE]\n\n"
+        yield done
+
+
+def _line(data: Any, name: str | None = None) -> bytes:
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -11,15 +11,13 @@ from mlxserve.grammar import Grammar
 from mlxserve.server.delivery import Delivery
 from mlxserve.server.problems import Problem
 from mlxserve.server.service import Service
-from mlxserve.server.tools import GENERIC_FORMAT, Tools, tell_generically
+from mlxserve.server.tools import Tools, tell_generically
 from mlxserve.text.parsers import (
     Content,
     Delta,
     OutputParser,
     Reasoning,
     ToolCall,
-    detect_reasoning_format,
-    detect_tool_format,
     make_parser,
 )
 from mlxserve.text.tokenizer import Tokenizer
@@ -27,26 +25,6 @@ from mlxserve.text.tool_grammar import ToolGrammar
 from mlxserve.types import FinishReason, SamplingParams
 
 OURS = ("messages", "tools", "documents", "add_generation_prompt", "template_name")
-
-
-@dataclass(frozen=True, slots=True)
-class Formats:
-    """How a model writes tool calls and reasoning. tools: None if that isn't known.
-
-    generic: its template knows no tools, so they are described in the chat.
-    """
-
-    tools: str | None
-    reasoning: str | None
-    generic: bool
-
-    @classmethod
-    def of(cls, tokenizer: Tokenizer, tools: str | None, reasoning: str | None) -> Formats:
-        """What the chat template shows, where it isn't said."""
-        templates = "\n".join(tokenizer.chat_templates.values())
-        generic = "tools" not in templates
-        found = GENERIC_FORMAT if generic else detect_tool_format(templates)
-        return cls(tools or found, reasoning or detect_reasoning_format(templates), generic)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +58,7 @@ class Turn:
 
     @property
     def answers(self) -> Sequence[Answer]:
+        """As they stand."""
         return self.delivery.answers
 
     def feed(self, index: int, piece: str, *, last: bool) -> list[Delta]:

@@ -80,7 +80,12 @@ class StopStrings:
             raise RequestError("a stop string is empty; give at least one character")
         self._borders = [_borders(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)
-        self.stopped = False
+        self.stop: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete."""
+        return self.stop is not None
 
     def feed(self, text: str) -> tuple[str, bool]:
         """The text that is safe to show, and whether a stop string is complete (the text's end)."""
@@ -89,7 +94,6 @@ class StopStrings:
         held, n_held = self._held()
         for i, char in enumerate(text):
             if length := self._advance(char):
-                self.stopped = True
                 return _head(held, n_held, text, n_held + i + 1 - length), True
         return _head(held, n_held, text, n_held + len(text) - max(self._matched)), False
 
@@ -119,6 +123,7 @@ class StopStrings:
             if stop[n] == char:
                 n += 1
             if n == len(stop):
+                self.stop = stop
                 return n
             self._matched[which] = n
         return 0
@@ -163,6 +168,11 @@ class TextStream:
     def stopped(self) -> bool:
         """Whether a stop string is complete: no more text comes, the request can be cancelled."""
         return self._stops.stopped
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that is complete, if one is."""
+        return self._stops.stop
 
     def feed(self, token_id: int) -> str:
         """The text this token makes safe to show. Raises RequestError for an id out of range."""

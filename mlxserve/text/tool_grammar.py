@@ -22,8 +22,8 @@ class ToolGrammar:
     """Builds the grammar for one request.
 
     tool_format: a name from `parsers.TOOL_FORMATS`. tools: those that may be called, as in OpenAI's
-    API. parallel: whether several calls may be made. Raises RequestError for a format in which calls
-    can't be enforced.
+    API. parallel: whether several calls may be made. Raises RequestError for a format in which
+    calls can't be enforced.
     """
 
     def __init__(
@@ -42,8 +42,8 @@ class ToolGrammar:
         }
         if tool_format not in writers:
             raise RequestError(
-                f"calls can't be enforced in this model's format, {tool_format!r}; leave out strict "
-                "and tool_choice, or set it to auto"
+                f"calls can't be enforced in this model's format, {tool_format!r}; leave out "
+                "strict, and set tool_choice to auto"
             )
         self._functions = [tool["function"] for tool in tools]
         self._tokenizer = tokenizer
@@ -78,7 +78,7 @@ class ToolGrammar:
         elif opening.startswith("<"):  # a token that no text spells
             start = ["start: text calls?", "text: /(.|\\n)*/"]
         else:
-            lead = f"lead[lazy]: /(.|\\n)*{re.escape(json.loads(opening)).replace('/', chr(92) + '/')}/"
+            lead = rf"lead[lazy]: /(.|\n)*{re.escape(json.loads(opening))}/"
             start = ["start: (lead rest_of_call)* text", "text: /(.|\\n)*/", lead]
         return Grammar.lark("\n".join([*start, *self._write()]))
 
@@ -99,7 +99,11 @@ class ToolGrammar:
 
     def _mistral(self) -> list[str]:
         again = ' (", " call)*' if self._parallel else ""
-        return [f'calls: {self._opening} "[" call{again} "]"', *self._objects("arguments")]
+        return [
+            f"calls: {self._opening} rest_of_call",
+            f'rest_of_call: "[" call{again} "]"',
+            *self._objects("arguments"),
+        ]
 
     def _qwen3_coder(self) -> list[str]:
         opening, closing = self._opening, self._mark("</tool_call>")

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxserve.answers import Answer
-from mlxserve.server import openai
-from mlxserve.server.delivery import Delivery
+from mlxserve.grammar import Grammar
+from mlxserve.server import openai, turn
 from mlxserve.server.problems import Problem
 from mlxserve.server.schema import (
     ChatChoice,
@@ -20,9 +20,13 @@ from mlxserve.server.schema import (
     ChatLogprobs,
     ChatReply,
     ChatRequest,
+    FunctionCall,
     Message,
+    ToolCallReply,
+    UsageReply,
 )
 from mlxserve.server.service import (
+    DONE,
     EventStream,
     Service,
     ignored_header,
@@ -34,7 +38,9 @@ from mlxserve.server.service import (
     service,
     whole,
 )
-from mlxserve.types import TokenOut
+from mlxserve.server.tools import check_tools
+from mlxserve.text.parsers import Content, Delta, Reasoning, ToolCall
+from mlxserve.types import Logprob, SamplingParams
 
 
 async def chat_completions(request: Request) -> Response:
@@ -43,25 +49,22 @@ async def chat_completions(request: Request) -> Response:
     served.check_open()
     data = await read(request)
     tenant = request.scope["tenant"].name
-    chat, unknown = await served.prepare(lambda: _prepare(served, data, tenant))
-    request.scope["delivery"] = chat.delivery
-    chat.delivery.start()
-    head = ignored_header(unknown)
+    chat, ignored = await served.prepare(lambda: _prepare(served, data, tenant))
+    delivery = request.scope["delivery"] = chat.turn.delivery
+    await served.prepare(delivery.start)
+    head = ignored_header(ignored)
     if chat.asked.stream:
-        try:
-            await chat.delivery.begun()
-        except BaseException:
-            chat.delivery.close()
-            raise
-        return EventStream(chat.delivery, chat.chunks(), head)
-    async for _ in whole(request, chat.delivery):
-        pass
+        await delivery.begun()
+        path = request.scope["path"]
+        return EventStream(delivery, chat.chunks(), head, path=path, done=DONE)
+    async for index, piece, out in whole(request, delivery):
+        chat.turn.feed(index, piece, last=out.last)
     return reply(chat.reply(), head)
 
 
 def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Chat, list[str]]:
     """Everything that can be wrong with a request is found here."""
-    asked, unknown = parse(data, ChatRequest, strict=served.config.strict)
+    asked, ignored = parse(data, ChatRequest, openai.DIALECT, strict=served.config.strict)
     served.check_model(asked.model)
     include_usage = openai.includes_usage(asked)
     more: dict[str, Any] = {"logprobs": bool(asked.logprobs)}
@@ -71,27 +74,26 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Chat, list[str
         more["top_logprobs"] = asked.top_logprobs
     if asked.max_completion_tokens is not None:
         more["max_tokens"] = asked.max_completion_tokens
-    params = openai.sampling_params(asked, served.config, **more)
     variables = dict(asked.chat_template_kwargs or {})
     if asked.reasoning_effort is not None:
         variables["reasoning_effort"] = asked.reasoning_effort
-    ids = served.llm.tokenizer.apply_chat_template(asked.messages, **_checked(variables))
-    options = openai.request_options(asked, tenant)
-    answers = served.llm.prepare(ids, params, chat=True, **options)
-    delivery = Delivery(served.llm, served.mailbox, answers)
-    return _Chat(served, asked, delivery, include_usage), unknown
 
+    def sampling(grammar: Grammar | None) -> SamplingParams:
+        return openai.sampling_params(asked, served.config, **more, grammar=grammar)
 
-def _checked(variables: dict[str, Any]) -> dict[str, Any]:
-    """The template's variables; those that are ours can't be among them."""
-    for name in ("messages", "tools", "documents", "add_generation_prompt", "template_name"):
-        if name in variables:
-            raise Problem(
-                400,
-                f"chat_template_kwargs has {name!r}, which is not the template's to choose",
-                param="chat_template_kwargs",
-            )
-    return variables
+    most = served.config.max_tools
+    found = turn.prepare(
+        served,
+        turn.Asked(
+            messages=asked.messages,
+            tools=check_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls, most),
+            grammar=openai.answer_grammar(asked),
+            sampling=sampling,
+            variables=variables,
+            options=openai.request_options(asked, tenant),
+        ),
+    )
+    return _Chat(served, asked, found, include_usage), ignored
 
 
 @dataclass(eq=False)
@@ -100,31 +102,28 @@ class _Chat:
 
     served: Service
     asked: ChatRequest
-    delivery: Delivery
+    turn: turn.Turn
     include_usage: bool
-    id: str = field(default_factory=lambda: new_id("chatcmpl"))
+    id: str = field(default_factory=lambda: new_id("chatcmpl-"))
     created: int = field(default_factory=now)
 
-    @property
-    def answers(self) -> list[Answer]:
-        return list(self.delivery.answers)
-
     def reply(self) -> ChatReply:
+        """All of it."""
         choices = []
-        for index, answer in enumerate(self.answers):
-            done = answer.completion()
-            logprobs = None
-            if done.logprobs is not None:
-                tokenizer = self.served.llm.tokenizer
-                logprobs = ChatLogprobs(
-                    [openai.token_logprob(tokenizer, found) for found in done.logprobs]
-                )
+        for index, (answer, said) in enumerate(zip(self.turn.answers, self.turn.said, strict=True)):
+            message = Message("assistant", "".join(said.content))
+            if said.reasoning:
+                message.reasoning_content = "".join(said.reasoning)
+            if said.calls:
+                message.content = message.content or None
+                message.tool_calls = [_call(call) for call in said.calls]
+            logprobs = answer.completion().logprobs
             choices.append(
                 ChatChoice(
                     index=index,
-                    message=Message("assistant", done.text),
-                    logprobs=logprobs,
-                    finish_reason=done.finish_reason,
+                    message=message,
+                    logprobs=None if logprobs is None else self._logprobs(logprobs),
+                    finish_reason=self.turn.finish_reason(index),
                 )
             )
         return ChatReply(
@@ -132,38 +131,64 @@ class _Chat:
             created=self.created,
             model=self.served.name,
             choices=choices,
-            usage=openai.usage(self.answers, len(self.answers)),
+            usage=self._usage(),
         )
 
     async def chunks(self) -> AsyncGenerator[ChatChunk | None]:
-        for index in range(len(self.answers)):
+        """What is new, as it comes."""
+        for index in range(len(self.turn.answers)):
             yield self._chunk([_delta(index, Message("assistant", ""))])
-        async for event in self.delivery:
+        async for event in self.turn.delivery:
             if event is None:
                 yield None
                 continue
             index, piece, out = event
-            logprobs = self._new_logprobs(index, out)
-            if piece or logprobs is not None:
-                yield self._chunk([_delta(index, Message(content=piece), logprobs)])
+            told = [_message(delta) for delta in self.turn.feed(index, piece, last=out.last)]
+            if out.logprob is not None and self.asked.logprobs:
+                # Of the token that came, even if its text is held back.
+                logprobs = self._logprobs([out.logprob])
+                first, *told = told or [Message(content="")]
+                yield self._chunk([_delta(index, first, logprobs)])
+            for message in told:
+                yield self._chunk([_delta(index, message)])
             if out.last:
-                reason = self.answers[index].completion().finish_reason
+                reason = self.turn.finish_reason(index)
                 yield self._chunk([_delta(index, Message(), finish_reason=reason)])
         if self.include_usage:
             chunk = self._chunk([])
-            chunk.usage = openai.usage(self.answers, len(self.answers))
+            chunk.usage = self._usage()
             yield chunk
 
-    def _new_logprobs(self, index: int, out: TokenOut) -> ChatLogprobs | None:
-        if out.logprob is None or not self.asked.logprobs:
-            return None
-        return ChatLogprobs([openai.token_logprob(self.served.llm.tokenizer, out.logprob)])
+    def _usage(self) -> UsageReply:
+        answers = self.turn.answers
+        reasoning = self.turn.reasoning_tokens(self.served.llm.tokenizer)
+        return openai.usage(answers, len(answers), reasoning)
+
+    def _logprobs(self, found: Iterable[Logprob]) -> ChatLogprobs:
+        tokenizer = self.served.llm.tokenizer
+        return ChatLogprobs([openai.token_logprob(tokenizer, one) for one in found])
 
     def _chunk(self, choices: list[ChatDelta]) -> ChatChunk:
         chunk = ChatChunk(id=self.id, created=self.created, model=self.served.name, choices=choices)
         if self.include_usage:
             chunk.usage = None  # in all but the last
         return chunk
+
+
+def _message(delta: Delta) -> Message:
+    match delta:
+        case Content(text):
+            return Message(content=text)
+        case Reasoning(text):
+            return Message(reasoning_content=text)
+        case ToolCall(index):
+            return Message(tool_calls=[_call(delta, index)])
+
+
+def _call(call: ToolCall, index: int | UnsetType = UNSET) -> ToolCallReply:
+    function = FunctionCall(call.name, call.arguments)
+    call_id = call.id or new_id("call_")
+    return ToolCallReply(index=index, id=call_id, type="function", function=function)
 
 
 def _delta(

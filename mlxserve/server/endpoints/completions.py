@@ -22,6 +22,7 @@ from mlxserve.server.schema import (
     UsageReply,
 )
 from mlxserve.server.service import (
+    DONE,
     EventStream,
     Service,
     ignored_header,
@@ -47,27 +48,24 @@ async def completions(request: Request) -> Response:
     tenant = request.scope["tenant"].name
     texts, unknown = await served.prepare(lambda: _prepare(served, data, tenant))
     request.scope["delivery"] = texts.delivery
-    texts.delivery.start()
+    await served.prepare(texts.delivery.start)
     head = ignored_header(unknown)
     if texts.asked.stream:
-        try:
-            await texts.delivery.begun()
-        except BaseException:
-            texts.delivery.close()
-            raise
-        return EventStream(texts.delivery, texts.chunks(), head)
-    async for index, out in whole(request, texts.delivery):
+        await texts.delivery.begun()
+        path = request.scope["path"]
+        return EventStream(texts.delivery, texts.chunks(), head, path=path, done=DONE)
+    async for index, _, out in whole(request, texts.delivery):
         texts.note_prompt(index, out.prompt_logprobs)
     return reply(texts.reply(), head)
 
 
 def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Texts, list[str]]:
-    asked, unknown = parse(data, CompletionRequest, strict=served.config.strict)
+    asked, unknown = parse(data, CompletionRequest, openai.DIALECT, strict=served.config.strict)
     served.check_model(asked.model)
     include_usage = openai.includes_usage(asked)
     prompts = _prompts(asked.prompt)
     options = openai.request_options(asked, tenant)
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"grammar": openai.answer_grammar(asked)}
     if asked.max_tokens is None:
         more["max_tokens"] = served.config.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     if asked.logprobs is not None:
@@ -119,7 +117,7 @@ class _Texts:
     params: SamplingParams
     delivery: Delivery
     include_usage: bool
-    id: str = field(default_factory=lambda: new_id("cmpl"))
+    id: str = field(default_factory=lambda: new_id("cmpl-"))
     created: int = field(default_factory=now)
     prompt_logprobs: dict[int, list[Logprob]] = field(default_factory=dict)
 

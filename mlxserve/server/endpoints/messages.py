@@ -50,15 +50,11 @@ async def messages(request: Request) -> Response:
     tenant = request.scope["tenant"].name
     message, ignored = await served.prepare(lambda: _prepare(served, data, tenant))
     delivery = request.scope["delivery"] = message.turn.delivery
-    delivery.start()
+    await served.prepare(delivery.start)
     head = ignored_header(ignored)
     if message.asked.stream:
-        try:
-            await delivery.begun()
-        except BaseException:
-            delivery.close()
-            raise
-        return EventStream(delivery, message.events(), head)
+        await delivery.begun()
+        return EventStream(delivery, message.events(), head, path=request.scope["path"])
     async for index, piece, out in whole(request, delivery):
         message.turn.feed(index, piece, last=out.last)
     return reply(message.reply(), head)
@@ -131,11 +127,12 @@ class _Message:
     served: Service
     asked: MessagesRequest
     turn: turn.Turn
-    id: str = field(default_factory=lambda: new_id("msg"))
+    id: str = field(default_factory=lambda: new_id("msg_"))
     _open: type[Delta] | None = None
     _index: int = -1
 
     def reply(self) -> MessageReply:
+        """All of it."""
         said = self.turn.said[0]
         blocks: list[Block] = []
         if said.reasoning:
@@ -226,4 +223,4 @@ def _empty_block(delta: Delta) -> Block:
 
 
 def _call_id(call: ToolCall) -> str:
-    return call.id or new_id("toolu")
+    return call.id or new_id("toolu_")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxserve.server import openai, turn
 from mlxserve.server.problems import Problem
 from mlxserve.server.schema import (
     DetokenizeReply,
@@ -15,6 +16,7 @@ from mlxserve.server.schema import (
     TokenizeRequest,
 )
 from mlxserve.server.service import Service, ignored_header, parse, read, reply, service
+from mlxserve.server.tools import check_tools
 
 
 async def models(request: Request) -> Response:
@@ -39,7 +41,7 @@ async def tokenize(request: Request) -> Response:
     served, data = service(request), await read(request)
 
     def work() -> tuple[list[int], list[str]]:
-        asked, unknown = parse(data, TokenizeRequest, strict=served.config.strict)
+        asked, unknown = parse(data, TokenizeRequest, openai.DIALECT, strict=served.config.strict)
         served.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise Problem(400, "give one of prompt and messages")
@@ -51,8 +53,9 @@ async def tokenize(request: Request) -> Response:
                     "add_special_tokens is the template's to decide with messages; leave it out",
                     param="add_special_tokens",
                 )
+            tools = check_tools(asked.tools, None, None, served.config.max_tools)
             variables = asked.chat_template_kwargs or {}
-            return tokenizer.apply_chat_template(asked.messages, **variables), unknown
+            return turn.prompt_of(served, asked.messages, tools, variables)[1], unknown
         special = True if asked.add_special_tokens is None else asked.add_special_tokens
         return tokenizer.encode(asked.prompt or "", add_special_tokens=special), unknown
 
@@ -66,7 +69,7 @@ async def detokenize(request: Request) -> Response:
     served, data = service(request), await read(request)
 
     def work() -> tuple[str, list[str]]:
-        asked, unknown = parse(data, DetokenizeRequest, strict=served.config.strict)
+        asked, unknown = parse(data, DetokenizeRequest, openai.DIALECT, strict=served.config.strict)
         served.check_model(asked.model)
         return served.llm.tokenizer.decode(asked.tokens), unknown
 

@@ -1,0 +1,216 @@
+"""Anthropic's dialect, through its own client."""
+
+import json
+
+import anthropic
+import pytest
+
+import mlxserve
+from mlxserve.grammar import Grammar
+from mlxserve.server import turn
+from tests.support.serving import NAME, TIMEOUT_S, serving
+
+CHAT = [{"role": "user", "content": "Tell me"}]
+GREEDY = {"extra_body": {"temperature": 0.0}}
+TOOL = {
+    "name": "clock",
+    "description": "The time somewhere",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def claude(server):
+    with anthropic.Anthropic(
+        base_url=server.url, api_key="none", max_retries=0, timeout=TIMEOUT_S
+    ) as made:
+        yield made
+
+
+def post(server, **body):
+    given = {"model": NAME, "max_tokens": 8, "messages": CHAT, **body}
+    return server.http.post("/v1/messages", json=given)
+
+
+def test_an_answer_is_that_of_generate(llm, claude):
+    expected = mlxserve.generate(llm, CHAT, max_tokens=30)
+    got = claude.messages.create(model=NAME, max_tokens=30, messages=CHAT, **GREEDY)
+    assert [block.text for block in got.content] == [expected.text]
+    reason = {"stop": "end_turn", "length": "max_tokens"}[expected.finish_reason]
+    assert (got.stop_reason, got.role, got.type) == (reason, "assistant", "message")
+    assert got.usage.output_tokens == len(expected.token_ids)
+    with claude.messages.stream(model=NAME, max_tokens=30, messages=CHAT, **GREEDY) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert [block.text for block in streamed.content] == [expected.text]
+    assert (streamed.stop_reason, streamed.usage.output_tokens) == (
+        reason,
+        got.usage.output_tokens,
+    )
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+
+
+def test_tokens_read_and_cached_add_up_to_those_counted(claude):
+    system = "A prompt that no other test has. " * 4
+    counted = claude.messages.count_tokens(model=NAME, system=system, messages=CHAT).input_tokens
+    for cached in (False, True):
+        got = claude.messages.create(
+            model=NAME, max_tokens=2, system=[{"type": "text", "text": system}], messages=CHAT
+        ).usage
+        assert got.input_tokens + got.cache_read_input_tokens == counted
+        assert (got.cache_read_input_tokens > len(system)) == cached
+
+
+def test_a_stop_sequence_is_named(llm, claude):
+    text = mlxserve.generate(llm, CHAT, max_tokens=30).text
+    stop = text[4:7]
+    got = claude.messages.create(
+        model=NAME, max_tokens=30, messages=CHAT, stop_sequences=["not this", stop], **GREEDY
+    )
+    assert (got.stop_reason, got.stop_sequence) == ("stop_sequence", stop)
+    assert got.content[0].text == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "clock"}])
+def test_a_tool_is_used(claude, choice):
+    got = claude.messages.create(
+        model=NAME, max_tokens=600, messages=CHAT, tools=[TOOL],
+        tool_choice={**choice, "disable_parallel_tool_use": True},
+    )  # fmt: skip
+    (block,) = got.content
+    assert (got.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "clock")
+    assert block.input in ({"city": "Oslo"}, {"city": "Rome"})
+    assert block.id.startswith("toolu_")
+
+
+def test_a_streamed_use_of_a_tool_is_whole(claude):
+    with claude.messages.stream(
+        model=NAME, max_tokens=600, messages=CHAT, tools=[TOOL], tool_choice={"type": "any"}
+    ) as stream:
+        for event in stream:
+            assert event.type != "text"
+        got = stream.get_final_message()
+    assert got.stop_reason == "tool_use"
+    assert all(block.input["city"] in ("Oslo", "Rome") for block in got.content)
+
+
+def test_a_conversation_with_tools_becomes_one_that_the_template_knows(server):
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "What time is it?"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "t1", "name": "clock", "input": {"city": "Rome"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": "Noon", "is_error": True},
+                {"type": "text", "text": "And now?"},
+            ],
+        },
+    ]
+    openai = [
+        {"role": "user", "content": "What time is it?"},
+        {
+            "role": "assistant",
+            "content": "I look.",
+            "tool_calls": [
+                {
+                    "id": "t1",
+                    "type": "function",
+                    "function": {"name": "clock", "arguments": '{"city":"Rome"}'},
+                }
+            ],
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": "Error: Noon"},
+        {"role": "user", "content": "And now?"},
+    ]
+    body = {"model": NAME, "messages": messages}
+    counted = server.http.post("/v1/messages/count_tokens", json=body).json()
+    assert (
+        counted["input_tokens"]
+        == server.http.post("/tokenize", json={"messages": openai}).json()["count"]
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thinking_is_a_block_before_the_text(llm, monkeypatch, stream):
+    said = Grammar.choice(["<think>Hm, 2?</think>Three."])
+    monkeypatch.setattr(turn, "_grammar", lambda *_: said)
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    with (
+        serving(llm, reasoning_format="think") as server,
+        anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as claude,
+    ):
+        ask = {"model": NAME, "max_tokens": 90, "messages": CHAT, "thinking": thinking}
+        if stream:
+            with claude.messages.stream(**ask) as events:
+                got = events.get_final_message()
+        else:
+            raw = claude.messages.with_raw_response.create(**ask)
+            assert raw.headers["x-mlxserve-ignored"] == "thinking.budget_tokens"
+            got = raw.parse()
+    assert [(b.type, getattr(b, b.type)) for b in got.content] == [
+        ("thinking", "Hm, 2?"),
+        ("text", "Three."),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind", "message"),
+    [
+        ({"model": "other"}, 404, "not_found_error", "'other' isn't served"),
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
+        ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens is 0"),
+        ({"messages": []}, 400, "invalid_request_error", "messages is empty"),
+        ({"messages": [{"role": "system", "content": "x"}]}, 400, "invalid_request_error", "role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            400, "invalid_request_error", "'image'; only text",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "b"),
+        ({"mcp_servers": [{}]}, 400, "invalid_request_error", "mcp_servers can't be honoured"),
+        ({"system": [{"type": "text", "text": "x", "cache_control": {"type": "x"}}]}, 400,
+         "invalid_request_error", "cache_control"),
+        ({"messages": [{"role": "user", "content": "long " * 3000}]}, 400,
+         "invalid_request_error", "this model can take"),
+    ],
+)  # fmt: skip
+def test_errors_have_anthropic_s_shape(server, body, status, kind, message):
+    got = post(server, **body)
+    assert got.status_code == status
+    told = got.json()
+    assert (told["type"], told["error"]["type"]) == ("error", kind)
+    assert message in told["error"]["message"]
+
+
+def test_an_error_in_a_stream_is_an_event(server, llm, monkeypatch):
+    def refuse(*_):
+        raise mlxserve.CapacityError("no room")
+
+    monkeypatch.setattr(llm, "submit", refuse)
+    got = post(server, stream=True)
+    assert got.status_code == 429
+    assert json.loads(got.text)["error"]["type"] == "rate_limit_error"
+
+
+def test_cache_control_pins_the_prompt(server, llm, monkeypatch):
+    seen = []
+    submit = llm.submit
+    monkeypatch.setattr(
+        llm, "submit", lambda answers, out: (seen.extend(answers), submit(answers, out))
+    )
+    block = {"type": "text", "text": "Keep this.", "cache_control": {"type": "ephemeral"}}
+    assert post(server, system=[block]).status_code == 200
+    block["cache_control"]["ttl"] = "1h"
+    assert post(server, system=[block]).status_code == 200
+    assert post(server).status_code == 200
+    assert [answer.request.pin_s for answer in seen] == [300.0, 3600.0, None]

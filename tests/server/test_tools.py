@@ -1,0 +1,168 @@
+"""Tools over HTTP: what a model is told of them, and calls that are enforced and read."""
+
+import json
+
+import pytest
+
+from tests.support.serving import NAME, serving
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"enum": ["Oslo", "Rome", 'a "quoted" name']},
+                "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+CHAT = [{"role": "user", "content": "How is the weather?"}]
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+def ask(client, **more):
+    return client.chat.completions.create(
+        **{"model": NAME, "messages": CHAT, "max_tokens": 600, "temperature": 1.0, **more}
+    )
+
+
+def check_weather(call):
+    assert (call.type, call.function.name) == ("function", "get_weather")
+    arguments = json.loads(call.function.arguments)
+    assert arguments["city"] in WEATHER["function"]["parameters"]["properties"]["city"]["enum"]
+    assert set(arguments) <= {"city", "days"}
+    assert arguments.get("days", 1) in range(1, 10)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_call_that_is_asked_for_is_made_whatever_the_model_would_say(client, seed):
+    got = ask(client, tools=[WEATHER, CLOCK], tool_choice=NAMED, seed=seed).choices[0]
+    assert (got.finish_reason, got.message.content) == ("tool_calls", None)
+    (call,) = got.message.tool_calls
+    check_weather(call)
+
+
+def test_one_call_is_made_where_they_may_not_be_parallel(client):
+    got = ask(client, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False, seed=1)
+    (call,) = got.choices[0].message.tool_calls
+    check_weather(call)
+
+
+def test_a_streamed_call_is_the_same(client):
+    options = {"tools": [WEATHER], "tool_choice": NAMED, "seed": 3}
+    (whole,) = ask(client, **options).choices[0].message.tool_calls
+    chunks = [c.choices[0] for c in ask(client, **options, stream=True)]
+    (told,) = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    assert told.index == 0
+    assert told.function == whole.function
+    assert chunks[-1].finish_reason == "tool_calls"
+    assert not any(chunk.delta.content for chunk in chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_around_calls_is_content_and_markup_never_is(client, stream):
+    said = f"Let me see.\n{CALL}\n{CALL}"
+    got = ask(client, tools=[WEATHER], extra_body={"choice": [said]}, stream=stream)
+    if stream:
+        deltas = [chunk.choices[0].delta for chunk in got]
+        content = "".join(delta.content or "" for delta in deltas)
+        calls = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert [call.index for call in calls] == [0, 1]
+    else:
+        content, calls = got.choices[0].message.content, got.choices[0].message.tool_calls
+    assert content.strip() == "Let me see."
+    assert [json.loads(call.function.arguments) for call in calls] == [{"city": "Oslo"}] * 2
+    assert len({call.id for call in calls}) == 2
+
+
+def test_a_malformed_call_is_text(client):
+    said = '<tool_call>\n{"name": "get_weather", "arguments": {"city": \n</tool_call>'
+    got = ask(client, tools=[WEATHER], extra_body={"choice": [said]}).choices[0]
+    assert got.message.content == said
+    assert (got.message.tool_calls, got.finish_reason) == (None, "stop")
+
+
+def test_without_tools_markup_is_text(client):
+    got = ask(client, extra_body={"choice": [CALL]}).choices[0]
+    assert (got.message.content, got.message.tool_calls) == (CALL, None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_told_apart(llm, stream):
+    body = {"choice": ["<think>Hm, 2 or 3?</think>Three."], "max_tokens": 100, "stream": stream}
+    with serving(llm, reasoning_format="think") as server:
+        got = server.chat(**body)
+    if stream:
+        lines = [line[6:] for line in got.text.splitlines() if line.startswith("data: {")]
+        deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+        told = [
+            "".join(delta.get(name) or "" for delta in deltas)
+            for name in ("reasoning_content", "content")
+        ]
+    else:
+        message = got.json()["choices"][0]["message"]
+        told = [message["reasoning_content"], message["content"]]
+        details = got.json()["usage"]["completion_tokens_details"]
+        assert details["reasoning_tokens"] == len("Hm, 2 or 3?")  # a byte each
+    assert told == ["Hm, 2 or 3?", "Three."]
+
+
+def text_of(server, messages, **more):
+    """The prompt that a chat becomes."""
+    ids = server.http.post("/tokenize", json={"messages": messages, **more}).json()["tokens"]
+    return server.http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+
+
+def test_a_model_whose_template_knows_no_tools_is_told_of_them_and_of_results(server):
+    call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "Noon"},
+    ]
+    text = text_of(server, chat, tools=[WEATHER, CLOCK])
+    for part in ("Be brief.", "get_weather", "Weather of a city", '{"name": "clock"', "Noon"):
+        assert part in text
+    assert "clock" not in text_of(server, CHAT)
+
+
+def test_no_choice_is_no_tools(client):
+    plain = ask(client, max_tokens=1).usage.prompt_tokens
+    assert ask(client, max_tokens=1, tools=[CLOCK]).usage.prompt_tokens > plain
+    none = ask(client, max_tokens=1, tools=[CLOCK], tool_choice="none")
+    assert none.usage.prompt_tokens == plain
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"tools": [CLOCK, CLOCK]}, "two tools have one name"),
+        ({"tools": [CLOCK], "tool_choice": "always"}, 'tool_choice is "always"'),
+        ({"tools": [CLOCK], "tool_choice": NAMED}, "a function among tools"),
+        ({"tool_choice": "required"}, "tool_choice needs tools"),
+        ({"tools": [{"type": "web_search"}]}, "only functions"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "has the name 'a b'"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "schema"),
+        ({"tools": [CLOCK] * 200}, "200 tools are over 128"),
+        ({"tools": 3}, "Expected `array"),
+        ({"tools": [CLOCK], "tool_choice": "required", "grammar": "start: /a/"}, None),
+        ({"tools": [CLOCK], "grammar": "start: /a/"}, "can't be asked for at once"),
+    ],
+)
+def test_what_can_t_be_done_is_refused_by_name(server, body, message):
+    got = server.chat(max_tokens=60, **body)
+    if message is None:  # what is required wins: the answer is a call
+        assert got.status_code == 200
+        assert got.json()["choices"][0]["finish_reason"] in ("tool_calls", "length")
+        return
+    assert got.status_code == 400
+    assert message in got.json()["error"]["message"]
