@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
-# What MLX may keep of freed buffers, of the memory that the device recommends to use: half of what
-# `memory.plan_cache` leaves unplanned. The other half is for activations.
+# What MLX may keep of freed buffers, of the memory that the device recommends to use: as much as
+# `memory.SPARE_FRACTION` leaves unplanned.
 REUSE_FRACTION = 0.05
 
 

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 PAGE_TOKENS = 64
 VALUE_GROUP = 32  # channels of a token that share a scale, in packed values
+STATE_ITEMSIZE = 4  # recurrent states are float32, whatever the model's dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,29 +112,35 @@ def window_pages(spec: PagedSpec, page_tokens: int = PAGE_TOKENS) -> int | None:
     return -(-spec.keep // page_tokens) - (1 - spec.window) // page_tokens
 
 
-def state_bytes(spec: State, itemsize: int) -> int:
+def state_bytes(spec: State) -> int:
     """Bytes of one sequence's state, or of one snapshot of it, in one layer."""
-    return sum(math.prod(shape) for shape in spec.shapes) * itemsize
+    return sum(math.prod(shape) for shape in spec.shapes) * STATE_ITEMSIZE
 
 
 def page_bytes(
     spec: PagedSpec, itemsize: int, bits: KVBits = UNPACKED, page_tokens: int = PAGE_TOKENS
 ) -> int:
-    """Bytes of one sealed page in one layer. itemsize: of a number that isn't packed.
+    """Bytes of one sealed page in one layer. itemsize: of a number that isn't packed."""
+    return sum(side_bytes(spec, itemsize, bits, page_tokens))
+
+
+def side_bytes(
+    spec: PagedSpec, itemsize: int, bits: KVBits = UNPACKED, page_tokens: int = PAGE_TOKENS
+) -> tuple[int, ...]:
+    """The same of its keys and its values apart, or of the one array that is both.
 
     Packed (see kernels/pages.py): a float16 scale and bias for each channel of the keys, and for 32
     channels of each token of the values.
     """
     numbers = spec.heads * spec.dim * page_tokens
     if isinstance(spec, Latent):
-        return numbers * itemsize
+        return (numbers * itemsize,)
     channels = -(-spec.dim // VALUE_GROUP) * VALUE_GROUP
     groups = spec.heads * page_tokens * channels // VALUE_GROUP
     keys = spec.heads * spec.dim * (-(-page_tokens * bits.keys // 32) * 4 + 4)
     values = groups * (VALUE_GROUP * bits.values // 8 + 4)
-    return (keys if bits.keys else numbers * itemsize) + (
-        values if bits.values else numbers * itemsize
-    )
+    plain = numbers * itemsize
+    return (keys if bits.keys else plain, values if bits.values else plain)
 
 
 def token_bytes(specs: Sequence[LayerSpec], itemsize: int, bits: KVBits = UNPACKED) -> float:

@@ -18,10 +18,9 @@ import mlx.core as mx
 from mlxserve.cache.groups import LayerGroup
 from mlxserve.cache.spec import Latent, PagedSpec, State
 from mlxserve.kernels.append import append
-from mlxserve.kernels.pages import Pool, PoolSides, Sides, arrays_of, empty_pool, pool_of
+from mlxserve.kernels.pages import PoolSides, Sides, arrays_of, empty_pool, pool_of
+from mlxserve.memory import MIN_PAGES, grown
 from mlxserve.sequence import NO_PAGE, StepPlan
-
-MIN_PAGES = 8
 
 
 class Storage:
@@ -81,6 +80,8 @@ class Storage:
         self.loads = bool(plan.loads or plan.states)
         for load in plan.loads:
             self._load(load.pages, load.hot)
+        if plan.loads:  # else the pool would be copied: what is queued to read it holds it
+            mx.eval([side for sides in self.hot.values() for side in sides])
         if plan.states:
             source, to = (mx.array(slots, mx.int32) for slots in zip(*plan.states, strict=True))
             for arrays in self.states.values():
@@ -154,16 +155,16 @@ class Storage:
 
         Array by array, so that at most one of them is held twice.
         """
-        for index, n in enumerate(needed):
-            while self.capacity[index] < min(n, self.limits[index]):
-                self.capacity[index] = min(2 * self.capacity[index], self.limits[index])
+        self.capacity = [
+            grown(have, n, limit)
+            for have, n, limit in zip(self.capacity, needed, self.limits, strict=True)
+        ]
         self._state = None
         for layer, group in self.group_of.items():
-            n_hot, n_pool = self.capacity[0] * self.page_tokens, self.capacity[1 + group]
-            self.hot[layer] = tuple(_grown(side, n_hot) for side in self.hot[layer])
-            self.pool[layer] = tuple(_grown_pool(side, n_pool) for side in self.pool[layer])
-        for layer, arrays in self.states.items():
-            self.states[layer] = tuple(_grown(array, self.capacity[-1]) for array in arrays)
+            _grow(self.hot, layer, self.capacity[0] * self.page_tokens)
+            _grow(self.pool, layer, self.capacity[1 + group])
+        for layer in self.states:
+            _grow(self.states, layer, self.capacity[-1])
         self._measure()
 
     def arrays(self) -> list[mx.array]:
@@ -206,14 +207,24 @@ def _runs(targets: Sequence[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _grown_pool(pool: Pool, pages: int) -> Pool:
-    return pool_of([_grown(array, pages) for array in arrays_of(pool)])
+def _grow(held: dict[int, Any], layer: int, rows: int) -> None:
+    """Replace a layer's arrays one by one: the dict lets go of each before the next is made."""
+    sides = list(held[layer])
+    held[layer] = ()
+    for index, side in enumerate(sides):
+        arrays = list(arrays_of(side))
+        side = sides[index] = None
+        for at in range(len(arrays)):
+            arrays[at] = _longer(arrays[at], rows)
+        sides[index] = pool_of(arrays)
+    held[layer] = tuple(sides)
 
 
-def _grown(array: mx.array, rows: int) -> mx.array:
+def _longer(array: mx.array, rows: int) -> mx.array:
     if array.shape[0] == rows:
         return array
-    extra = mx.zeros((rows - array.shape[0], *array.shape[1:]), array.dtype)
-    larger = mx.concatenate([array, extra])
-    mx.eval(larger)
-    return larger
+    # Not concatenated with zeros: those would be held as well.
+    longer = mx.zeros((rows, *array.shape[1:]), array.dtype)
+    longer[: array.shape[0]] = array
+    mx.eval(longer)
+    return longer

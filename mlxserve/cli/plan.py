@@ -144,10 +144,12 @@ def plan(
 
 def _read(name: str) -> "PlannedModel":
     """The model as far as its config and its files' sizes tell. Raises ModelError."""
+    from mlxserve import device
     from mlxserve.cli.plan_figures import PlannedModel
     from mlxserve.engine import footprint
     from mlxserve.kernels import matmul
     from mlxserve.models import registry
+    from mlxserve.models.activations import step_shape
 
     found, file_bytes, elements = _find(name)
     built = registry.build(found)
@@ -166,6 +168,7 @@ def _read(name: str) -> "PlannedModel":
         ),
         counted=counted,
         float32=footprint.is_float32(found),
+        step=step_shape(built, footprint.activation_dtype(found, metal=device.has_metal())),
     )
 
 

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mlxserve import device
+from mlxserve.cache.groups import group_layers
 from mlxserve.cache.spec import (
     PAGE_TOKENS,
+    STATE_ITEMSIZE,
     UNPACKED,
     VALUE_GROUP,
     KVBits,
@@ -19,10 +21,11 @@ from mlxserve.cache.spec import (
     state_bytes,
     token_bytes,
 )
-from mlxserve.engine import estimates
+from mlxserve.config import EngineConfig
+from mlxserve.engine import cache_plan, estimates
 from mlxserve.engine.footprint import USEFUL_CONTEXT_TOKENS
 from mlxserve.errors import RequestError
-from mlxserve.memory import USABLE_FRACTION, device_limit_bytes
+from mlxserve.memory import SPARE_FRACTION, StepShape, device_limit_bytes
 from mlxserve.report import count_binary as size
 
 MEMORY = "Memory"
@@ -33,7 +36,7 @@ class PlannedModel:
     """A model as its config and the sizes of its files describe it. kind: its model_type.
 
     weight_bytes: once loaded on this device; counted: from the config, since no files are here.
-    float32: whether the files hold, or would hold, float32.
+    float32: whether the files hold, or would hold, float32. step: what a step makes.
     """
 
     name: str
@@ -44,6 +47,7 @@ class PlannedModel:
     weight_bytes: int
     counted: bool
     float32: bool
+    step: StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +63,20 @@ class Setting:
 
     @property
     def room_bytes(self) -> int:
-        """For the cache: what the weights leave, less a tenth to work in.
+        """What the engine gives the cache, with its usual rows and tokens in a step."""
+        shape = cache_plan.cache_shape(
+            group_layers(self.model.specs, self.bits),
+            self.model.step,
+            itemsize=self.itemsize,
+            tokens=cache_plan.step_tokens(EngineConfig()),
+        )
+        return shape.room_bytes(self.memory_bytes - self.model.weight_bytes, self.step_bytes)
 
-        The engine sets a little more aside where attention gathers pages (memory.plan_cache).
-        """
-        free_bytes = self.memory_bytes - self.model.weight_bytes
-        return int(USABLE_FRACTION * max(free_bytes, 0))
+    @property
+    def step_bytes(self) -> int:
+        """What the engine leaves for a step to work in."""
+        engine = EngineConfig()
+        return self.model.step.largest_bytes(cache_plan.step_tokens(engine), engine.max_batch)
 
     def sequence_bytes(self, bits: KVBits | None = None) -> int:
         """Cache of one user, in these bits or the setting's."""
@@ -133,7 +145,7 @@ def _layers(at: Setting) -> Iterator[Figure]:
         layers = f"{count} layer{'s' if count > 1 else ''}"
         name = f"layers_{index}_bytes"
         if isinstance(spec, State):
-            one = state_bytes(spec, at.itemsize)
+            one = state_bytes(spec)
             shapes = " + ".join(" * ".join(map(str, shape)) for shape in spec.shapes)
             yield Figure(
                 name,
@@ -141,7 +153,7 @@ def _layers(at: Setting) -> Iterator[Figure]:
                 count * one,
                 f"{size(count * one)} at any length",
                 "layers * numbers * bytes",
-                f"{count} * ({shapes}) * {at.itemsize}",
+                f"{count} * ({shapes}) * {STATE_ITEMSIZE}",
             )
             continue
         pages = estimates.sealed_pages(spec, at.context_tokens)
@@ -194,7 +206,7 @@ def _cache(at: Setting) -> Iterator[Figure]:
     )
     sealed = estimates.sealed_bytes(specs, at.context_tokens, at.itemsize, at.bits)
     hot = estimates.hot_bytes(specs, at.itemsize)
-    states = estimates.states_bytes(specs, at.itemsize)
+    states = estimates.states_bytes(specs)
     yield Figure(
         "sequence_bytes",
         "per user",
@@ -230,13 +242,24 @@ def _memory(at: Setting) -> Iterator[Figure]:
         "weights + cache",
         f"{size(weights)} + {size(load)}",
     )
+    engine, share = EngineConfig(), 1 - SPARE_FRACTION
+    tokens, rows = cache_plan.step_tokens(engine), engine.max_batch
+    beside = max(0, share * (at.memory_bytes - weights) - at.room_bytes)
+    yield Figure(
+        "step_bytes",
+        "a step",
+        at.step_bytes,
+        f"{size(at.step_bytes)} for {tokens} tokens and {rows} rows, at the most",
+        "results of layers that exist at once, and logits",
+    )
     yield Figure(
         "room_bytes",
         "room for the cache",
         at.room_bytes,
         f"{size(at.room_bytes)} of {size(at.memory_bytes)} of memory",
-        f"{USABLE_FRACTION} * (memory - weights); the rest is for activations",
-        f"{USABLE_FRACTION} * ({size(at.memory_bytes)} - {size(weights)})",
+        f"{share} * (memory - weights) - the larger of a step, with what its attention gathers, "
+        "and a copy of the largest array, which grows",
+        f"{share} * ({size(at.memory_bytes)} - {size(weights)}) - {size(beside)}",
     )
     yield Figure(
         "fits",
@@ -252,7 +275,7 @@ def _verdict(at: Setting, load: int) -> str:
     if load <= at.room_bytes:
         return "yes"
     if at.room_bytes == 0:
-        return "NO: the weights alone leave no room; take a smaller model or quantisation"
+        return "NO: the weights and a step leave no room; take a smaller model or quantisation"
     return f"NO: the cache is {size(load - at.room_bytes)} too large"
 
 

@@ -14,14 +14,20 @@ from mlxserve.cache.spec import (
     LayerSpec,
     State,
     page_bytes,
+    side_bytes,
     state_bytes,
 )
 from mlxserve.config import EngineConfig
-from mlxserve.kernels import matmul, registry
+from mlxserve.kernels import attention, matmul, registry
 from mlxserve.kernels.pages import dtype_name
-from mlxserve.memory import CachePlan, GroupShape, device_limit_bytes, plan_cache
-
-STATE_ITEMSIZE = 4  # recurrent states are float32, whatever the model's dtype
+from mlxserve.memory import (
+    CachePlan,
+    CacheShape,
+    GroupShape,
+    StepShape,
+    device_limit_bytes,
+    plan_cache,
+)
 
 
 def cache_specs(specs: Sequence[LayerSpec], config: EngineConfig) -> list[LayerSpec]:
@@ -55,8 +61,37 @@ def step_tokens(config: EngineConfig) -> int:
     return config.max_batched_tokens or max(default, config.max_batch)
 
 
+def cache_shape(
+    groups: Sequence[LayerGroup], step: StepShape, *, itemsize: int, tokens: int
+) -> CacheShape:
+    """What these groups' arrays take. itemsize: bytes of a key's or value's number.
+
+    tokens: of the largest step, whose queries attend at once.
+    """
+    shapes, slot_bytes = [], 0
+    for group in groups:
+        if isinstance(group.spec, State):
+            slot_bytes += len(group.layers) * state_bytes(group.spec)
+            continue
+        sides = side_bytes(group.spec, itemsize, group.bits, group.page_tokens)
+        plain = page_bytes(group.spec, itemsize, page_tokens=group.page_tokens)
+        heads = max(step.heads[layer] for layer in group.layers)
+        scratch = attention.scratch_bytes(plain, group.page_tokens, group.spec.dim, heads * tokens)
+        shapes.append(
+            GroupShape(
+                page_bytes=len(group.layers) * sum(sides),
+                hot_page_bytes=len(group.layers) * plain,
+                array_bytes=max(sides),
+                window_pages=group.pages_at_most,
+                scratch_bytes=scratch,
+            )
+        )
+    return CacheShape(tuple(shapes), slot_bytes)
+
+
 def plan_pages(
     groups: Sequence[LayerGroup],
+    step: StepShape,
     config: EngineConfig,
     *,
     itemsize: int,
@@ -67,28 +102,13 @@ def plan_pages(
 
     context_tokens: the model's own limit. free_bytes: what the weights leave. Raises CapacityError.
     """
-    shapes, slot_bytes = [], 0
-    for group in groups:
-        if isinstance(group.spec, State):
-            slot_bytes += len(group.layers) * state_bytes(group.spec, STATE_ITEMSIZE)
-            continue
-        plain = page_bytes(group.spec, itemsize, page_tokens=group.page_tokens)
-        packed = page_bytes(group.spec, itemsize, group.bits, group.page_tokens)
-        shapes.append(
-            GroupShape(
-                page_bytes=len(group.layers) * packed,
-                hot_page_bytes=len(group.layers) * plain,
-                window_pages=group.pages_at_most,
-                # Keys and values are gathered, then put in order: twice what they take.
-                scratch_bytes=2 * plain,
-            )
-        )
+    tokens = step_tokens(config)
     return plan_cache(
-        shapes,
-        slot_bytes=slot_bytes,
+        cache_shape(groups, step, itemsize=itemsize, tokens=tokens),
+        step_bytes=step.largest_bytes(tokens, config.max_batch),
         free_bytes=free_bytes,
         max_batch=config.max_batch,
-        max_batched_tokens=step_tokens(config),
+        max_batched_tokens=tokens,
         context_tokens=context_tokens,
         page_tokens=groups[0].page_tokens,
     )

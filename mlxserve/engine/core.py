@@ -22,6 +22,7 @@ from mlxserve.engine.runner import InFlight, Runner
 from mlxserve.engine.scheduler import ChunkResult, Scheduler
 from mlxserve.engine.trace import Trace
 from mlxserve.errors import CapacityError, InvariantError, ModelError, RequestError
+from mlxserve.models.activations import step_shape
 from mlxserve.models.base import Model
 from mlxserve.sequence import Sequence as Seq
 from mlxserve.text.matcher import Matcher
@@ -99,6 +100,7 @@ class Core:
         dtype = cache_plan.cache_dtype(model.dtype, config)
         plan = cache_plan.plan_pages(
             groups,
+            step_shape(model, model.dtype),
             config,
             itemsize=dtype.size,
             context_tokens=model.context_tokens,

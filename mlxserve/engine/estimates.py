@@ -88,9 +88,9 @@ def hot_bytes(specs: Sequence[LayerSpec], itemsize: int) -> int:
     return HOT_PAGES * sum(pages)
 
 
-def states_bytes(specs: Sequence[LayerSpec], itemsize: int) -> int:
+def states_bytes(specs: Sequence[LayerSpec]) -> int:
     """Bytes of a sequence's recurrent states, without snapshots of them."""
-    return sum(state_bytes(spec, itemsize) for spec in specs if isinstance(spec, State))
+    return sum(state_bytes(spec) for spec in specs if isinstance(spec, State))
 
 
 def sequence_bytes(
@@ -98,7 +98,7 @@ def sequence_bytes(
 ) -> int:
     """Bytes of cache that a sequence of `tokens` tokens needs: sealed + hot + states."""
     sealed = sealed_bytes(specs, tokens, itemsize, bits)
-    return sealed + hot_bytes(specs, itemsize) + states_bytes(specs, itemsize)
+    return sealed + hot_bytes(specs, itemsize) + states_bytes(specs)
 
 
 def read_bytes(
@@ -110,7 +110,7 @@ def read_bytes(
     """
     newest = tokens % PAGE_TOKENS * token_bytes(specs, itemsize)
     sealed = sealed_bytes(specs, tokens, itemsize, bits)
-    return sealed + states_bytes(specs, itemsize) + int(newest)
+    return sealed + states_bytes(specs) + int(newest)
 
 
 def tokens_in_pool(pool_bytes: int, bytes_per_token: float) -> int:

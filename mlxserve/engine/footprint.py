@@ -6,17 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
+import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
 from mlxserve.cache.spec import PAGE_TOKENS, State, page_bytes, state_bytes
 from mlxserve.config import EngineConfig
-from mlxserve.engine.cache_plan import STATE_ITEMSIZE, cache_groups, plan_pages
+from mlxserve.engine.cache_plan import cache_dtype, cache_groups, plan_pages
 from mlxserve.errors import CapacityError
 from mlxserve.kernels.matmul import Form
 from mlxserve.kernels.native import usable_cores
 from mlxserve.models import registry
+from mlxserve.models.activations import step_shape
 
 USEFUL_CONTEXT_TOKENS = 8192
 PROBE_BYTES = 512 << 20
@@ -90,13 +92,14 @@ def footprint(
     engine = engine or EngineConfig()
     model = registry.build(config)
     wanted = min(context_tokens, model.context_tokens)
-    itemsize = 2 if metal and not is_float32(config) else 4
+    dtype = activation_dtype(config, metal=metal)
+    itemsize = cache_dtype(dtype, engine).size
     groups = cache_groups(model.layer_specs(), engine)
     pages = -(-wanted // PAGE_TOKENS)
     used = sum(
         len(g.layers)
         * (
-            state_bytes(g.spec, STATE_ITEMSIZE)
+            state_bytes(g.spec)
             if isinstance(g.spec, State)
             else page_bytes(g.spec, itemsize, g.bits) * g.held(pages)
         )
@@ -105,6 +108,7 @@ def footprint(
     try:
         plan = plan_pages(
             groups,
+            step_shape(model, dtype),
             engine,
             itemsize=itemsize,
             context_tokens=model.context_tokens,
@@ -145,6 +149,14 @@ def loaded_bytes(
 def is_float32(config: Mapping[str, Any]) -> bool:
     """Whether the files hold float32; those that don't say hold 16 bits, as nearly all do."""
     return (config.get("dtype") or config.get("torch_dtype")) == "float32"
+
+
+def activation_dtype(config: Mapping[str, Any], *, metal: bool) -> mx.Dtype:
+    """What the model will compute in, as far as its config tells; one of 16 bits is like another.
+
+    See `models.load.activation_dtype`.
+    """
+    return mx.float16 if metal and not is_float32(config) else mx.float32
 
 
 def memory_bandwidth(device_name: str) -> tuple[float, str]:

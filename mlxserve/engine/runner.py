@@ -14,11 +14,11 @@ from mlxserve.engine.sampling import logprobs, sample
 from mlxserve.engine.scheduler import ChunkResult
 from mlxserve.errors import MlxserveError, ModelError
 from mlxserve.kernels import select
+from mlxserve.memory import rows_read_at_once
 from mlxserve.models.base import Model
 from mlxserve.sequence import Chunk, StepPlan
 from mlxserve.types import Logprob
 
-LOGITS_BLOCK_BYTES = 64 << 20
 NOT_FINITE = (
     "the model's logits aren't finite numbers: its weights are damaged, or overflow in 16 bits; "
     "fetch them again, or try another checkpoint"
@@ -165,7 +165,7 @@ class InFlight:
     def _read_prompt(self, chunk: Chunk) -> ChunkResult:
         """What is asked of a prompt, block by block: logits over a large vocabulary are large."""
         hidden, request = self._to_read[id(chunk)], chunk.seq.request
-        rows = max(1, LOGITS_BLOCK_BYTES // (4 * self._forward.vocab_size))
+        rows = rows_read_at_once(self._forward.vocab_size, request.prompt_logprobs or 0)
         blocks = (
             self._forward.logits(hidden[i : i + rows]) for i in range(0, hidden.shape[0], rows)
         )

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlxserve import device
 from mlxserve.kernels.metal.launch import Runner
 from mlxserve.kernels.metal.paged_attention import DecodePlan, decode_attention
 from mlxserve.kernels.pages import (
@@ -27,6 +28,8 @@ from mlxserve.kernels.pages import (
 )
 from mlxserve.kernels.registry import check_close, metal, native
 from mlxserve.kernels.uses import AttentionUse
+
+FUSED_DIMS = (64, 80, 128)  # head dims of which MLX's GPU attention holds no scores of a prompt
 
 
 class PagedRows:
@@ -329,6 +332,20 @@ def _softcapped(
     else:
         weights = mx.softmax(scores, -1)
     return (weights @ v[:, None].astype(mx.float32)).reshape(hq, n, dim).astype(q.dtype)
+
+
+def scratch_bytes(page_bytes: int, page_tokens: int, dim: int, queries: int) -> int:
+    """What one layer's attention holds for a while, per page that it reads.
+
+    page_bytes: keys and values of an unpacked page. dim: of a head. queries: tokens times heads
+    that attend at once. The native kernel reads pages where they lie. The reference gathers them,
+    puts them in order and joins hot ones to them; where MLX has no fused attention of prompts, it
+    holds float32 scores too.
+    """
+    if native("attention") is not None:
+        return 0
+    fused = device.has_metal() and dim in FUSED_DIMS
+    return 3 * page_bytes + (0 if fused else 4 * page_tokens * queries)
 
 
 def check(kernels: ModuleType) -> None:

@@ -91,6 +91,10 @@ class Model(Protocol):
         """What each layer keeps in the cache, first layer first."""
         ...
 
+    def named_modules(self) -> Any:
+        """Its parts by name, `mlx.nn.Module`'s; those of a layer under `layers.<index>.`."""
+        ...
+
     def __call__(self, ids: mx.array, view: View) -> mx.array:
         """Hidden states after the final norm. ids: integers `[T]`. Returns `[T, D]`."""
         ...

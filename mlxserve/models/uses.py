@@ -17,13 +17,17 @@ def attention_uses(model: Model, dtype: mx.Dtype) -> dict[AttentionUse, list[int
     So every architecture says what it does, and not what it is declared to do. Nothing is computed,
     and placeholders do for weights.
     """
-    view = _Trace(model.layer_specs(), dtype)
+    view = Trace(model.layer_specs(), dtype)
     model(mx.zeros(1, mx.int32), view)
     return view.uses
 
 
-class _Trace:
-    """A `View` that takes down what is asked of it."""
+class Trace:
+    """A `View` of one token that takes down what is asked of it.
+
+    uses: of attention over keys and values, with their layers. By layer, heads and dims: of its
+    queries; made: numbers in the queries and keys that it attends with, and in what it gets back.
+    """
 
     def __init__(self, specs: list[LayerSpec], dtype: mx.Dtype) -> None:
         self.positions = mx.zeros(1, mx.int32)
@@ -31,13 +35,18 @@ class _Trace:
         self.specs = specs
         self.dtype = dtype
         self.uses: dict[AttentionUse, list[int]] = {}
+        self.heads: dict[int, int] = {}
+        self.dims: dict[int, int] = {}
+        self.made: dict[int, int] = {}
 
-    def layer(self, index: int) -> "_TracedLayer":
-        return _TracedLayer(self, index)
+    def layer(self, index: int) -> "TracedLayer":
+        return TracedLayer(self, index)
 
 
-class _TracedLayer:
-    def __init__(self, trace: _Trace, index: int) -> None:
+class TracedLayer:
+    """One layer's side of it."""
+
+    def __init__(self, trace: Trace, index: int) -> None:
         self.trace = trace
         self.index = index
 
@@ -57,13 +66,19 @@ class _TracedLayer:
         heads = q.shape[1], k.shape[1], q.shape[2]
         asked = attention.use(*heads, dtype, spec.window, softcap, sinks is not None, spec.keep)
         self.trace.uses.setdefault(asked, []).append(self.index)
+        self._take_down(q, k)
         return q
 
     def attend_latent(self, q: mx.array, latent: mx.array, *, scale: float) -> mx.array:
         spec = self.trace.specs[self.index]
         if not isinstance(spec, Latent):
             raise ModelError(f"layer {self.index} attends to latents, and keeps {spec}")
+        self._take_down(q, latent)
         return q[..., : spec.rank]
+
+    def _take_down(self, q: mx.array, keys: mx.array) -> None:
+        _, self.trace.heads[self.index], self.trace.dims[self.index] = q.shape
+        self.trace.made[self.index] = 2 * q.size + keys.size
 
     def states(self) -> tuple[mx.array, ...]:
         spec = self.trace.specs[self.index]

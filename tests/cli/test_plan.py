@@ -1,18 +1,29 @@
 """`mlxserve plan`: figures, formulas and refusals, from configs without weights."""
 
 import json
-import math
 
+import mlx.core as mx
 import pytest
 
 from mlxserve.cache.spec import Latent, State
 from mlxserve.cli import plan_figures
 from mlxserve.cli.plan_figures import PlannedModel
 from mlxserve.cli.plan_report import show
+from mlxserve.config import EngineConfig
+from mlxserve.engine.core import Core
+from mlxserve.engine.footprint import footprint
 from mlxserve.errors import RequestError
+from mlxserve.kernels.pages import arrays_of
+from mlxserve.memory import StepShape
+from mlxserve.models.load import load_model
 from tests.engine.test_footprint import LLAMA_8B
+from tests.support.tiny import tiny_llama
 
 GIB = 2**30
+# Of 128 tokens: results of five layers, and of embedding and last norm; and ten times the logits of
+# 32 rows. In float32.
+LAYER = 4 * 4096 + 3 * 4096 + 3 * 1024 + 3 * 14336
+STEP_BYTES = 4 * (128 * (5 * LAYER + 2 * 4096) + 10 * 32 * 128256)
 EVERYTHING = [
     *("--context", "8192", "--users", "16", "--kv-bits", "16", "--memory", "80"),
     *("--bandwidth", "3350", "--tflops", "989", "--mfu", "0.5", "--prompt-tokens", "2000"),
@@ -58,7 +69,9 @@ def test_every_section(told, model):
         "weight_bytes": weights,
         "load_bytes": 16 * sequence,
         "total_bytes": weights + 16 * sequence,
-        "room_bytes": math.floor(0.9 * (80 * GIB - weights)),
+        "step_bytes": STEP_BYTES,
+        # The largest array, which is copied as it grows, has one of 32 layers' keys.
+        "room_bytes": pytest.approx(0.95 * (80 * GIB - weights) / (1 + 1 / 64), abs=1),
         "fits": True,
     }
     assert plan["speed"] == {
@@ -81,7 +94,7 @@ def test_what_would_fit_in_other_bits(told, model):
     assert [row["kv_bits"] for row in rows] == ["16", "8", "8/4", "4"]
     assert [row["token_bytes"] for row in rows] == [131072, 71680, 55296, 38912]
     # One more user, or one more token, is too much.
-    room = math.floor(0.9 * (80 * GIB - 2 * 8_030_261_248))
+    room = told(model, *EVERYTHING)["memory"]["room_bytes"]
     for row in rows:
         sequence = row["load_bytes"] / 16
         assert row["most_users"] * sequence <= room < (row["most_users"] + 1) * sequence
@@ -90,6 +103,27 @@ def test_what_would_fit_in_other_bits(told, model):
         assert told(model, *EVERYTHING, "--context", longest)["memory"]["fits"] is fits
     longest = [row["longest_context_tokens"] for row in rows]
     assert longest == sorted(longest)
+
+
+@pytest.mark.parametrize("bits", [None, "16", "8/4"])
+def test_the_engine_gives_the_cache_the_room_of_the_plan(told, tmp_path, bits):
+    tiny = tiny_llama(max_position_embeddings=1 << 17, num_hidden_layers=3)
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config | {"dtype": "float32"}))
+    asked = ["--memory", "0.1"] + (["--kv-bits", bits] if bits else [])
+    plan = told(str(tmp_path), *asked)["memory"]
+    free = int(0.1 * GIB) - plan["weight_bytes"]
+    model = load_model(tiny.config, tiny.weights)
+    limit = mx.get_active_memory() + free
+    core = Core(model, EngineConfig(memory_limit_bytes=limit, kv_bits=bits))
+    core.storage.grow(*core.storage.limits)
+    held = core.storage.nbytes
+    layer_page = sum(array.nbytes for side in core.storage.pool[0] for array in arrays_of(side))
+    page = 3 * layer_page / core.storage.limits[1]
+    assert held <= plan["room_bytes"] < held + page
+    needed = footprint(
+        tiny.config, 0, free, metal=False, engine=EngineConfig(kv_bits=bits), context_tokens=64
+    )
+    assert needed.room_tokens == min(core.storage.limits[1] * 64, model.context_tokens)
 
 
 def test_sections_that_were_not_asked_for_are_left_out(told, here, model):
@@ -111,7 +145,8 @@ def test_for_people(here, model):
         "weights 15.0 GiB, counted from the config: no files are here",
         "cache 16.2 GiB for 16 x 8,192 tokens",
         "together 31.2 GiB",
-        "room for the cache 58.5 GiB of 80.0 GiB of memory",
+        "a step 343.1 MiB for 128 tokens and 32 rows, at the most",
+        "room for the cache 60.8 GiB of 80.0 GiB of memory",
         "fits yes",
         "prompt 65 ms for 2,000 tokens",
         "in flight 24.0 requests on average",
@@ -168,9 +203,9 @@ def test_windows(told, here, tmp_path):
 def test_what_does_not_fit(here, told, model):
     assert not told(model, "--memory", "8")["memory"]["fits"]
     text = here("plan", model, "--memory", "8").stdout
-    assert "NO: the weights alone leave no room; take a smaller model" in text
+    assert "NO: the weights and a step leave no room; take a smaller model" in text
     text = here("plan", model, "--memory", "16", "--kv-bits", "16").stdout
-    assert "NO: the cache is 79.3 MiB too large" in text
+    assert "NO: the cache is 368.9 MiB too large" in text
 
 
 @pytest.mark.parametrize(
@@ -244,6 +279,7 @@ def test_latents_and_states(capsys):
         weight_bytes=2000,
         counted=False,
         float32=False,
+        step=StepShape(ahead=50, heads=(1, 1, 0), outside=8, vocab_size=10, itemsize=4),
     )
     with pytest.raises(RequestError, match="--kv-bits is 8, and m keeps nothing that can be"):
         plan_figures.setting(model, {}, (8, 8))
@@ -252,8 +288,8 @@ def test_latents_and_states(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "2 layers, latents of 512 + 64 9.0 MiB at 4,096 tokens, 2.2 KiB per token" in text
     assert "= 2 * 64 * (64 * 1 * 576 * 2)" in text
-    assert "1 layer, a state 134 bytes at any length" in text
-    assert "= 1 * (4 * 16 + 3) * 2" in text
+    assert "1 layer, a state 268 bytes at any length" in text
+    assert "= 1 * (4 * 16 + 3) * 4" in text
 
 
 @pytest.mark.real

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from mlxserve import memory
 from mlxserve.config import EngineConfig
-from mlxserve.engine import runner
 from mlxserve.engine.core import Core
 from mlxserve.engine.engine import Engine
 from mlxserve.errors import EngineDead, InvariantError, ModelError, RequestError
@@ -277,7 +277,7 @@ def test_the_size_of_a_block_changes_no_bit(monkeypatch, block_rows):
     tiny, ids = tiny_llama(**LONG), prompt(150)
     asked = request(ids, score=True, prompt_logprobs=3)
     whole = echoed(run(tiny, [asked])["r"])
-    monkeypatch.setattr(runner, "LOGITS_BLOCK_BYTES", 4 * VOCAB_SIZE * block_rows)
+    monkeypatch.setattr(memory, "READ_BYTES", 4 * VOCAB_SIZE * 5 * block_rows)
     assert echoed(run(tiny, [asked])["r"]) == whole
 
 
@@ -305,10 +305,10 @@ def test_an_echo_that_starts_over_gives_each_position_once():
 
 
 def test_reading_a_text_holds_no_logits_of_a_large_vocabulary(monkeypatch):
-    """Of 600 tokens over 50,000 they would take 120 MB; a block of them takes 4."""
+    """Of 600 tokens over 50,000 they would take 120 MB; those of a block, all in all, take 16."""
     tiny = tiny_llama(vocab_size=50_000, hidden_size=16, **LONG)
-    block = 4 << 20
-    monkeypatch.setattr(runner, "LOGITS_BLOCK_BYTES", block)
+    block = 16 << 20
+    monkeypatch.setattr(memory, "READ_BYTES", block)
     core = Core(load_model(tiny.config, dict(tiny.weights)), EngineConfig(max_batch=4))
     core.storage.grow(core.manager.hot.pages, 16, 1)
     out = queue.SimpleQueue()
@@ -318,7 +318,7 @@ def test_reading_a_text_holds_no_logits_of_a_large_vocabulary(monkeypatch):
     while core.busy:
         core.advance()
     assert len(echoed([out.get() for _ in range(out.qsize())])) == 599
-    assert mx.get_peak_memory() - before < 5 * block
+    assert mx.get_peak_memory() - before < 1.25 * block
 
 
 @pytest.mark.full
@@ -405,10 +405,11 @@ def test_storage_grows_with_the_text_and_no_token_changes():
 
 
 class Failing:
-    """A model that fails in its nth call."""
+    """A model that fails in its nth call; the 0th, of the engine as it starts, computes nothing."""
 
     def __init__(self, model, error, call):
-        self._model, self._error, self._call, self.calls = model, error, call, 0
+        self._model, self._error, self._call, self.calls = model, error, call, -1
+        self.named_modules = model.named_modules
         self.vocab_size, self.dtype = model.vocab_size, model.dtype
         self.context_tokens = model.context_tokens
         self.layer_specs, self.logits = model.layer_specs, model.logits

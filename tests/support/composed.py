@@ -7,6 +7,7 @@ tested is the cache. Every operation gives a row the same bits in any batch.
 from dataclasses import dataclass
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from mlxserve.cache.spec import FullKV, Latent, LayerSpec, State, WindowKV
@@ -44,10 +45,11 @@ class Kind:
                 return State(((WIDTH,), (2, WIDTH)))
 
 
-class ComposedModel:
+class ComposedModel(nn.Module):
     """See `models.base.Model`."""
 
     def __init__(self, kinds: tuple[Kind, ...], seed: int = 0, context_tokens: int = 4096) -> None:
+        super().__init__()
         self.kinds = kinds
         self.vocab_size = VOCAB
         self.context_tokens = context_tokens
@@ -55,7 +57,7 @@ class ComposedModel:
         self.float16_safe = True
         self._random = np.random.default_rng(seed)
         self.embedding = self._draw(VOCAB, WIDTH, gain=1.5)
-        self.norms = [RMSNorm(WIDTH, 1e-5) for _ in range(len(kinds) + 1)]
+        self.norm = RMSNorm(WIDTH, 1e-5)
         self.layers = [self._layer(kind) for kind in kinds]
         self.head = self._linear(WIDTH, VOCAB, gain=2.0)
         self.sinks = mx.array(self._random.standard_normal(HEADS).astype(np.float32) + 1)
@@ -69,10 +71,10 @@ class ComposedModel:
     def __call__(self, ids: mx.array, view: View) -> mx.array:
         x = self.embedding[ids]
         for index, (kind, layers) in enumerate(zip(self.kinds, self.layers, strict=True)):
-            h = self.norms[index](x)
+            h = layers["norm"](x)
             run = {"latent": self._latent, "state": self._recur}.get(kind.name, self._attend)
             x = x + layers["out"](run(h, layers, view, index))
-        return self.norms[-1](x)
+        return self.norm(x)
 
     def logits(self, h: mx.array) -> mx.array:
         return self.head(h)
@@ -107,7 +109,7 @@ class ComposedModel:
         view.layer(index).set_states([mx.stack(ends), mx.stack(kept)])
         return mx.stack(outs)
 
-    def _layer(self, kind: Kind) -> dict[str, Linear]:
+    def _layer(self, kind: Kind) -> dict[str, nn.Module]:
         match kind.name:
             case "latent":
                 sizes = {"q": HEADS * (RANK + ROPE), "latent": RANK + ROPE, "out": HEADS * RANK}
@@ -119,7 +121,7 @@ class ComposedModel:
         inner = sizes.pop("out")
         gains = {"q": 2.0, "k": 2.0}
         made = {name: self._linear(WIDTH, n, gains.get(name, 1.0)) for name, n in sizes.items()}
-        return made | {"out": self._linear(inner, WIDTH)}
+        return made | {"out": self._linear(inner, WIDTH), "norm": RMSNorm(WIDTH, 1e-5)}
 
     def _linear(self, inputs: int, outputs: int, gain: float = 1.0) -> Linear:
         layer = Linear(inputs, outputs)
