@@ -91,9 +91,8 @@ class Sequence:
     def usage(self) -> Usage:
         """What it read and wrote so far."""
         prompt = len(self.request.prompt_ids)
-        agreed = self.matched is None or self.matched >= prompt - 1
-        at = None if agreed else self.matched
-        return Usage(prompt, len(self.ids) - prompt, self.cached, at)
+        diverged_at = None if self.matched == prompt else self.matched
+        return Usage(prompt, len(self.ids) - prompt, self.cached, diverged_at)
 
     @property
     def total(self) -> int:

@@ -376,8 +376,8 @@ class Usage:
     """Tokens read and tokens written, the one that ended the answer included.
 
     cached_tokens: of the prompt, those that an earlier request had computed. diverged_at: how many
-    agreed with what is cached, before the first that didn't: there, something in the prompt keeps
-    changing. None where the whole prompt agreed, or the prefix cache is off.
+    agreed with what was cached, before the first that didn't: if prompts should begin alike, that
+    is where something in them changes. None where the whole prompt agreed, or nothing is shared.
     """
 
     prompt_tokens: int

@@ -86,16 +86,17 @@ class CacheManager:
         P = self.page_tokens
         if seq.node is None or seq.computed != seq.sealed * P or seq.hot:
             return
-        limit = seq.total - 1
+        before, limit = seq.computed, seq.total - 1
         path = self.tree.follow(seq.node, seq.ids, limit, P)
-        agreed = len(path) * P
+        self._note_agreed(seq, path)
         while path and not self.shared.resumes(path, seq.sealed + len(path)):
             path.pop()
-        before = seq.computed
         if path:
             self._adopt(seq, path)
-        part = self._load_part(seq, limit) if self.shared.cuts else 0
-        self._note_match(seq, before, agreed, part)
+        if self.shared.cuts:
+            self._load_part(seq, limit)
+        if not seq.preempted:
+            seq.cached += seq.computed - before
 
     def reserve(self, seq: Sequence, n: int) -> bool:
         """Make room for n more tokens: all of it, or nothing and False.
@@ -235,33 +236,42 @@ class CacheManager:
         seq.sealed, seq.computed = depth, position
         self._drop_unseen(seq)
 
-    def _load_part(self, seq: Sequence, limit: int) -> int:
-        """Copy the tokens that agree of one page more. Returns how many tokens the tree has of it.
+    def _load_part(self, seq: Sequence, limit: int) -> None:
+        """Copy the tokens that agree of one page more.
 
         Not of a page that is written in this step: copies come before that.
         """
         at = seq.computed
         found = self.tree.longest(seq.node, tuple(seq.ids[at : min(limit, at + self.page_tokens)]))
         if found is None:
-            return 0
+            return
         node, n = found
         if node.fresh or NO_PAGE in node.pages or not self.hot.free:
-            return n
+            return
         seq.hot += self.hot.take(1)
         self._loads.append(Load(tuple(node.pages), seq.hot[0]))
         for pool, page in zip(self.pools, node.pages, strict=True):
             pool.touch(page)
         seq.computed += n
-        return n
 
-    def _note_match(self, seq: Sequence, before: int, agreed: int, part: int) -> None:
-        prompt = len(seq.request.prompt_ids)
-        if seq.preempted or before >= prompt:
+    def _note_agreed(self, seq: Sequence, path: Seq[Node]) -> None:
+        """How far a prompt agrees with what the tree has, be it that it can't go on from there.
+
+        path: the whole pages after a sequence's own. Its own are in the tree as well, and say
+        nothing unless more agrees after them.
+        """
+        if seq.preempted:
             return
-        # Further on in the prompt, the tokens before are its own work and agree with nothing.
-        if before == 0 or agreed + part:
-            seq.matched = max(seq.matched or 0, min(before + agreed + part, prompt))
-        seq.cached += min(seq.computed, prompt) - before
+        P = self.page_tokens
+        at = (seq.sealed + len(path)) * P
+        rest = tuple(seq.ids[at : at + P])
+        found = self.tree.longest(path[-1] if path else seq.node, rest)
+        agreed = at + (found[1] if found is not None else 0)
+        if seq.matched is None:
+            kept = self.shared.cuts or len(rest) == P  # less than a page isn't, where none is cut
+            seq.matched = agreed if kept or found is not None else len(seq.ids)
+        elif agreed > seq.computed:
+            seq.matched = max(agreed, seq.matched)
 
     # ---- Sealing.
 

@@ -129,11 +129,16 @@ class PrefixTree:
         self._freshen(node)
 
     def drop_tails(self, node: Node, key: Key) -> None:
-        """Children of `node` that are only the beginning of `key` are of no more use."""
+        """Children of `node` that are only the beginning of `key` are of no more use.
+
+        But for those that are pinned: their pages are held anyway.
+        """
         place = bisect_left(node.order, key)
         while place and key[: len(node.order[place - 1])] == node.order[place - 1]:
-            self._remove(node.children[node.order[place - 1]])
             place -= 1
+            tail = node.children[node.order[place]]
+            if not tail.users:
+                self._remove(tail)
 
     def enter(self, node: Node) -> Node:
         """One user more."""

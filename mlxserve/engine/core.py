@@ -243,7 +243,7 @@ class Core:
             self._grow()
             self.storage.prepare(self.manager.end_plan(()))
             mx.eval(self.storage.written())
-            self.manager.begin_plan(())
+        self.manager.begin_plan(())  # all that was planned is written
 
     def _grow(self) -> None:
         """Enlarge the storage where the next step may need it, with no step under way."""

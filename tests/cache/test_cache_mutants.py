@@ -4,13 +4,31 @@
 One that isn't says that a test is missing, or that the line has no purpose.
 """
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import pytest
 
-from mlxserve.cache import allocator, batch, groups, manager, prefix, storage
-from mlxserve.engine import scheduler
+from mlxserve import types
+from mlxserve.cache import (
+    allocator,
+    batch,
+    file,
+    groups,
+    manager,
+    prefix,
+    shared,
+    storage,
+    transfer,
+)
+from mlxserve.engine import cache_plan, scheduler
+from mlxserve.errors import DamagedError
+from tests.cache import test_file as files
+from tests.cache import test_restored as restored
 from tests.cache import test_sharing as sharing
 from tests.cache import test_storage as stored
-from tests.support.matrix import Cell, chosen_kernels, committed, prove
+from tests.cache.saved import small, small_tensors
+from tests.support.matrix import Cell, committed, prove
 from tests.support.mutants import mutated
 from tests.support.schedules import walk
 
@@ -26,6 +44,10 @@ CELLS = [
     Cell("full", "part cached", 4, "greedy"),
     Cell("keep, over a page", "evicted", 4, "greedy"),
     Cell("8/4 bits", "preempted", 4, "greedy"),
+    Cell("keep, over a page", "preempted", 4, "greedy"),
+    Cell("full", "saved and restored", 4, "greedy"),
+    Cell("keep, over a page", "saved and restored", 4, "greedy"),
+    Cell("full, window, state", "saved and restored", 4, "greedy"),
 ]
 
 # What each module must not do: (old, new).
@@ -34,6 +56,10 @@ MUTANTS = {
         ("heapq.heappush(self._free, page)\n\n    def cache", "pass\n\n    def cache"),
         ("self.idle[page] = None", "heapq.heappush(self._free, page)"),
         ("+ 1\n        self.idle.pop(page, None)", "+ 1"),
+        ("self._holders[page] = self._holders.get(page, 0) + 1", "self._holders[page] = 1"),
+        ("self._holders[page] -= 1", "self._holders[page] = 0"),
+        ("self._cached.remove(page)", "pass"),
+        ("self.idle.move_to_end(page)", "self.idle.move_to_end(page, last=False)"),
         ("if page in self.idle:\n            del self.idle[page]", "if page in self.idle:\n            pass"),
         ("return len(self._free) + len(self.idle)", "return len(self._free)"),
     ],
@@ -43,6 +69,9 @@ MUTANTS = {
         ("return self.spec.trims and not self.bits", "return self.spec.trims"),
         ("return self.spec.trims and not self.bits", "return not self.bits"),
         ("return self.spec.trims and not self.bits", "return False"),
+        ("return -(-self.spec.keep // self.page_tokens)", "return self.spec.keep // self.page_tokens"),
+        ("return -(-self.spec.keep // self.page_tokens)", "return 0"),
+        ("return pages if bound is None else min(pages, bound)", "return pages if bound is None else bound"),
     ],
     prefix: [
         ("while at + page_tokens <= limit:", "while at <= limit:"),
@@ -54,19 +83,32 @@ MUTANTS = {
         ("return not self.children and not self.users and not self.holds", "return not self.users and not self.holds"),
         ("node.fresh = True", "node.fresh = False"),
         ("            node.fresh = False\n        self._planned = []", "            pass\n        self._planned = []"),
-        ("self._remove(node.children[node.order[place - 1]])", "self._remove(node.children[node.order[0]])"),
+        ("self._remove(tail)", "pass"),
+        ("if not tail.users:", "if True:"),
+        ("tail = node.children[node.order[place]]", "tail = node.children[node.order[0]]"),
+        ("node.users += 1", "pass"),
+        ("node.users -= 1", "pass"),
+        ("self._node_of[group][next(iter(idle))]", "self._node_of[group][next(reversed(idle))]"),
+        ("self._snapshot_of[next(iter(idle))]", "self._snapshot_of[next(reversed(idle))]"),
+        ("self._planned += self._fresh", "pass"),
+        ("node.snapshot = slot\n        self._freshen(node)", "node.snapshot = slot"),
+        ("node.pages[group] = page\n        self._freshen(node)", "node.pages[group] = page"),
         ("self._detach_snapshot(node)\n        self._prune(node)\n\n    def _prune", "self._prune(node)\n\n    def _prune"),
         ("return self.snapshot != NO_PAGE or any", "return any"),
         ("insort(parent.order, key)", "parent.order.append(key)"),
     ],
     manager: [
-        ("limit = seq.total - 1\n", "limit = seq.total\n"),
+        ("seq.computed, seq.total - 1\n", "seq.computed, seq.total\n"),
         ("self.tree.root(seq.request.salt)", "self.tree.root(())"),
         ("self.tree.roots.get(seq.request.salt) if", "self.tree.roots.get(()) if"),
-        ("return self.sharing and not seq.request.score", "return self.sharing"),
-        ("return self.sharing and not seq.request.score", "return not seq.request.score"),
+        ("return self.sharing and not seq.request.reads", "return self.sharing"),
+        ("return self.sharing and not seq.request.reads", "return not seq.request.score"),
         ("or seq.hot:\n            return", ":\n            return"),
-        ("part = self._load_part(seq, limit) if self.shared.cuts else 0", "part = self._load_part(seq, limit)"),
+        ("if self.shared.cuts:", "if True:"),
+        ("path[-1] if path else seq.node, rest)", "seq.node, rest)"),
+        ("elif agreed > seq.computed:", "else:"),
+        ("kept or found is not None else len(seq.ids)", "True else len(seq.ids)"),
+        ("if hot > self.hot.free or not all(", "if not all("),
         ("* P <= seq.accepted:", "* P <= seq.computed:"),
         ("* P <= seq.accepted:", "* P < seq.accepted:"),
         ("pages = self._put(seq, tuple(seq.ids[at * P : (at + 1) * P]), pages)", "pages = self._put(seq, tuple(seq.ids[at * P : at * P + 1]), pages)"),
@@ -83,7 +125,22 @@ MUTANTS = {
         ("if node.fresh or NO_PAGE in node.pages", "if NO_PAGE in node.pages"),
         ("if node.fresh or NO_PAGE in node.pages", "if node.fresh"),
         ("Load(tuple(node.pages), seq.hot[0])", "Load(tuple(seq.node.pages or node.pages), seq.hot[0])"),
-        ("seq.computed += n\n        return n", "seq.computed += n + 1\n        return n"),
+        ("seq.computed += n\n", "seq.computed += n + 1\n"),
+        ("or not self.shared.cuts or not seq.hot", "or not seq.hot"),
+        ("if found is not None and found[1] == len(key):", "if False:"),
+        ("if any(not self.shared.make_room(group, 1) for group in range(len(self.pools))):", "if False:"),
+        ("self.pools[group].give([page])\n        self._seals", "pass\n        self._seals"),
+        ("if self._left_hot < SPARE_HOT_PAGES:", "if True:"),
+        ("self.hot.give(seal.hot for seal in self._seals)  #", "pass  #"),
+        ("self.shared.end_pins(now_s)", "pass"),
+        ("self.tree.begin_plan()\n", "pass\n"),
+        ("self.tree.end_plan()\n", "pass\n"),
+        ("pool.give(held if self", "pool.give(reversed(held) if self"),
+        ("needed += max(self._pages_of(index, other) - held, 0)", "pass"),
+        ("self.groups[group].held(seq.total // self.page_tokens + 1)", "self.groups[group].held(seq.total // self.page_tokens)"),
+        ("self.shared.pin(key, salt, ids, until_s)", "self.shared.pin(key, (\"\", \"\"), ids, until_s)"),
+        ("self.states.touch(path[-1].snapshot)", "pass"),
+        ("self.tree.leave(seq.node)\n        seq.hot", "pass\n        seq.hot"),
         ("pool.touch(page)", "pass"),
         ("self._loads = [load for load in self._loads if load.hot not in seq.hot]", "pass"),
         ("else reversed(held)", "else held"),
@@ -99,7 +156,37 @@ MUTANTS = {
         ("[end // self.page_tokens - len(table)", "[end // self.page_tokens - len(table) - 1"),
         ("needed -= sum(node.pages[index] not in pool.idle for node in path)", "needed -= len(path)"),
         ("key = tuple(seq.ids[at : seq.accepted])", "key = tuple(seq.ids[at : seq.computed + 1])"),
-        ("seq.cached += min(seq.computed, prompt) - before", "seq.cached += seq.computed"),
+        ("seq.cached += seq.computed - before", "seq.cached += seq.computed"),
+    ],
+    shared: [
+        ("or path[-1].fresh", ""),
+        ("(path[-1].snapshot == NO_PAGE or path[-1].fresh)", "path[-1].fresh"),
+        ("(*range(min(kept, seen, depth)), *range(seen, depth))", "range(seen, depth)"),
+        ("(*range(min(kept, seen, depth)), *range(seen, depth))", "(*range(min(kept, depth)), *range(seen, depth))"),
+        ("(*range(min(kept, seen, depth)), *range(seen, depth))", "range(depth)"),
+        ("while pages > self.pools[group].available and self.pins:", "while False:"),
+        ("and self.pins:\n            self.unpin(min(", "and self.pins:\n            self.unpin(max("),
+        ("if pin.until_s <= now_s]", "if False]"),
+        ("MAX_PINS:\n            self.unpin(min(", "MAX_PINS:\n            self.unpin(max("),
+        ("while len(self.pins) > MAX_PINS:", "while False:"),
+        ("self.tree.enter(nodes[-1])", "pass"),
+        ("pool.share(page)", "pass"),
+        ("pool.give(reversed(held))", "pool.give(held)"),
+        ("self.tree.leave(pin.node)", "pass"),
+        ("self.unpin(key)\n        self.pins[key]", "self.pins[key]"),
+        ("found is None or NO_PAGE in found[0].pages", "found is None"),
+        ("if self.cuts else None", "if True else None"),
+        ("border = tokens // self.page_tokens * self.page_tokens", "border = tokens"),
+        ("there = node.pages[group] != NO_PAGE", "there = False"),
+        ("targets[group].append(NO_PAGE if there else own)", "targets[group].append(own)"),
+        ("pool.give(reversed(pages))", "pass"),
+        ("wanted = snapshot and node.snapshot == NO_PAGE", "wanted = False"),
+        ("bool(self.states.free) or self.tree.evict_snapshot()", "bool(self.states.free)"),
+        ("self.states.give([slot])", "pass"),
+    ],
+    types: [
+        ("return self.adapter, self.tenant", "return self.adapter, ''"),
+        ("return self.adapter, self.tenant", "return '', self.tenant"),
     ],
     scheduler: [
         ("if self.manager.recurrent:", "if False:"),
@@ -124,6 +211,41 @@ MUTANTS = {
         ("self.loads = bool(plan.loads or plan.states)", "self.loads = False"),
         ("        for load in plan.loads:\n            self._load(load.pages, load.hot)\n", ""),
         ("moves = self._moves.pop(layer, None)", "moves = self._moves.get(layer)"),
+        # A page is sealed before the tokens are written that complete it.
+        ("= append(hot, pool, index, k, v, moves)", "= append(*append(hot, pool, index[:0], k[:0], None if v is None else v[:0], moves), index, k, v)"),
+        ("self._state = None\n        moves", "moves"),
+        ("self._state = None\n        P =", "P ="),
+        ("self._state = None\n        runs", "runs"),
+        ("self._state = None\n        for layer, group", "for layer, group"),
+        ("array[slots] = state.astype(array.dtype)", "pass"),
+        ("array[slot] = state\n", "pass\n"),
+        ("= array[first : first + n]", "= array[:n]"),
+        ("if page == NO_PAGE:\n            continue\n", ""),
+        ("and runs[-1][0] + runs[-1][2] == index", ""),
+    ],
+    transfer: [
+        ("for number in numbers))", "for number in reversed(numbers)))"),
+        ("slot = nodes[-1].snapshot if manager.recurrent else NO_PAGE", "slot = 0"),
+        ("manager.pin(key, salt, ids, float(\"inf\"))\n    nodes", "0\n    nodes"),
+        ("storage.put_states(layer, placed.slot, list(mine.values()))", "pass"),
+        ("storage.put_pages(layer, targets[group.layers], _sides(mine))", "pass"),
+        ("manager.end_plan(())  #", "pass  #"),
+        ("manager.begin_plan(())\n", "pass\n"),
+    ],
+    file: [
+        ("if found:\n        raise RequestError(f\"{saved.path}: it was made", "if False:\n        raise RequestError(f\"{saved.path}: it was made"),
+        ("if found := damage(saved):", "if (found := damage(saved)) and False:"),
+        ("if sums[1] != zlib.crc32(saved.tokens.data):", "if False:"),
+        ("if where.size_bytes != len(data):", "if False:"),
+        ("if zlib.crc32(prefix) != int.from_bytes(checksum, \"little\"):", "if False:"),
+        ("if old != new", "if False"),
+        ("if metadata[\"version\"] != str(VERSION):", "if False:"),
+        ("entry.blank and array[-1, :, -entry.blank :].any()", "False"),
+    ],
+    cache_plan: [
+        ("\"page_tokens\": str(groups[0].page_tokens)", "\"page_tokens\": ''"),
+        ("\"kv_bits\": f\"{bits.keys or 'plain'}/{bits.values or 'plain'}\" if bits else \"plain\"", "\"kv_bits\": ''"),
+        ("\"layers\": layers", "\"layers\": ''"),
     ],
 }  # fmt: skip
 
@@ -133,12 +255,14 @@ EQUIVALENT = {
     "self._loads = [load for load in self._loads if load.hot not in seq.hot]": (
         "a page is copied for nobody, before whoever has the hot page now writes it"
     ),
-    "self.loads = bool(plan.loads or plan.states)": "no step is recorded with reference kernels",
     "self._state_moves.pop(seq.slot, None)": "whoever takes the slot says anew what comes there",
     "if self._groups[group].window is not None:": (
         "other groups' pages of that leaf stay until it's their turn, and nobody resumes there"
     ),
     "or seq.hot:\n            return": "at the end of its sealed pages, a sequence has no hot page",
+    "if hot > self.hot.free or not all(": "memory.plan_cache has hot pages enough for any step",
+    "if self._left_hot < SPARE_HOT_PAGES:": "they are enough in every schedule that we know",
+    "pool.give(held if self": "a window that lost any of its pages can't be gone on from",
     "if keep_tail:": "who is preempted keeps its tail too: a page the less, and the same answers",
     "and seq.accepted == seq.computed": "sealed <= accepted <= computed, and the two ends are equal",
 }
@@ -152,7 +276,7 @@ def caught() -> bool:
 def fails(check) -> bool:
     try:
         check()
-    except Exception:
+    except (Exception, pytest.fail.Exception):
         return True
     return False
 
@@ -160,6 +284,7 @@ def fails(check) -> bool:
 def _checks():
     yield from (lambda seed=seed: walk(seed) for seed in SEEDS[:10])
     yield sharing.every_rule
+    yield sound_files
     yield stored.test_only_pages_that_are_written_are_moved
     yield from (lambda cell=cell: _prove(cell) for cell in CELLS)
     yield from (lambda seed=seed: walk(seed) for seed in SEEDS[10:])
@@ -169,10 +294,34 @@ def _prove(cell: Cell) -> None:
     assert prove(cell) == committed()[cell.kind, cell.situation, cell.page_tokens < 64]
 
 
+def sound_files() -> None:
+    """What isn't of the same cache, or not as it was written, is refused."""
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "cache.safetensors"
+        restored.refuses_others("8 bits", path)
+        file.write(path, small(), small_tensors(small()))
+        saved, data = file.read(path), path.read_bytes()
+        files.test_a_fingerprint_that_differs_is_named(saved, path)
+        places = [data.index(b"tiny"), *(entry.offset for entry in saved.layout.entries.values())]
+        for changed in (*(flipped(data, place) for place in places), data[:-1], data + b"0"):
+            path.write_bytes(changed)
+            with pytest.raises(DamagedError):
+                file.verify(file.read(path))
+        with pytest.raises(ValueError, match="after the last token"):
+            file.write(path, small(), lambda name: saved.tensor(name) + 1)
+        path.write_bytes(data)
+        files.test_another_version_is_refused_by_name(saved, path)
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
 @pytest.fixture(scope="module", autouse=True)
-def kernels():
-    with chosen_kernels():
-        yield
+def alone():
+    """The answers of requests alone, to compare with: not those of a mutant."""
+    for cell in CELLS:
+        _prove(cell)
 
 
 def mutants():

@@ -5,7 +5,8 @@ import pytest
 from mlxserve.cache.groups import group_layers
 from mlxserve.cache.manager import CacheManager
 from mlxserve.cache.prefix import PrefixTree
-from mlxserve.cache.spec import FullKV, KVBits, WindowKV
+from mlxserve.cache.shared import MAX_PINS
+from mlxserve.cache.spec import FullKV, KVBits, State, WindowKV
 from mlxserve.engine.scheduler import Scheduler
 from mlxserve.sequence import Sequence
 from mlxserve.types import Request, SamplingParams
@@ -18,25 +19,29 @@ TEXT = tuple(range(10, 40))
 class Cache:
     """An engine that computes one request after another."""
 
-    def __init__(self, pages=40, specs=None, *, packed=False, step_tokens=100):
+    def __init__(self, pages=40, specs=None, *, packed=False, step_tokens=100, slots=1):
         groups = group_layers(
             specs or (FullKV(1, 4),), KVBits(8, 8) if packed else KVBits(), page_tokens=P
         )
-        manager = CacheManager(groups, hot_pages=20, pool_pages=[pages] * len(groups))
+        pools = [pages for group in groups if group.paged]
+        manager = CacheManager(groups, hot_pages=20, pool_pages=pools, slots=slots)
         self.engine = PaperEngine(Scheduler(manager, 4, step_tokens), lambda ids: 5)
-        self.pool = manager.pools[0]
+        self.manager = manager
 
-    def start(self, ids, new=1, tenant=""):
+    def start(self, ids, new=1, **how):
         params = SamplingParams(max_tokens=new)
-        request = Request(id="r", prompt_ids=tuple(ids), params=params, tenant=tenant)
+        prompt, name = tuple(ids), f"r{self.engine.steps}"
+        request = Request(id=name, prompt_ids=prompt, params=params, **how)
         seq = Sequence.start(request, 100, 0.0)
         self.engine.scheduler.add(seq)
         return seq
 
-    def ask(self, ids, new=1, tenant=""):
+    def ask(self, ids, new=1, **how):
         """Compute it to the end. Returns how many of its tokens were found."""
-        seq = self.start(ids, new, tenant)
-        self.engine.drain()
+        seq = self.start(ids, new, **how)
+        while self.engine.busy:
+            self.engine.step()
+        self.engine.settle()
         return seq.cached
 
 
@@ -45,21 +50,6 @@ def test_all_but_the_last_token_of_a_prompt_is_found_again(n):
     cache = Cache()
     assert cache.ask(TEXT[:n]) == 0
     assert cache.ask(TEXT[:n]) == n - 1
-
-
-@pytest.mark.parametrize("step_tokens", [4, 8, 100])
-def test_where_a_prompt_diverges_is_told_whatever_the_steps_it_is_computed_in(step_tokens):
-    cache = Cache(step_tokens=step_tokens)
-
-    def diverged_at(ids):
-        seq = cache.start(ids)
-        cache.engine.drain()
-        return seq.usage().diverged_at
-
-    assert diverged_at(TEXT[:20]) == 0
-    assert diverged_at(TEXT[:20]) is None
-    assert diverged_at((*TEXT[:6], *range(50, 65))) == 6
-    assert diverged_at(range(70, 90)) == 0
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5])
@@ -93,9 +83,9 @@ def test_a_tail_that_goes_on_is_kept_once_and_others_stay():
     cache = Cache()
     cache.ask(TEXT[:9])
     cache.ask((*TEXT[:8], 1, 2))
-    assert cache.pool.used == 4
+    assert cache.manager.pools[0].used == 4
     cache.ask(TEXT[:13])  # a whole page in place of the first tail, and one more tail
-    assert cache.pool.used == 5
+    assert cache.manager.pools[0].used == 5
     assert cache.ask((*TEXT[:8], 1, 2, 3)) == 10
 
 
@@ -104,17 +94,18 @@ def test_equal_prompts_at_once_keep_their_pages_once():
     for _ in range(3):
         cache.start(TEXT[:8])
     cache.engine.drain()
-    assert cache.pool.used == 2
+    assert cache.manager.pools[0].used == 2
 
 
 def test_another_tenant_finds_nothing_and_needs_all_the_room():
     cache = Cache()
     cache.ask(TEXT[:9], tenant="a")
-    manager = cache.engine.manager
+    manager = cache.manager
     assert manager.cached_tokens(cache.start(TEXT[:9], tenant="a")) == 8
     assert manager.cached_tokens(cache.start(TEXT[:9], tenant="b")) == 0
     cache.engine.drain()
     assert cache.ask(TEXT[:9], tenant="c") == 0
+    assert cache.ask(TEXT[:9], tenant="a", adapter="a") == 0
 
 
 def test_the_page_that_was_of_no_use_for_longest_goes_first():
@@ -125,6 +116,16 @@ def test_the_page_that_was_of_no_use_for_longest_goes_first():
     cache.ask((7, 8, 8))
     assert cache.ask((1, 8, 7)) == 2
     assert cache.ask((2, 8, 7)) == 0
+
+
+def test_the_snapshot_that_was_of_no_use_for_longest_goes_first():
+    cache = Cache(specs=(State(((2,),)),), slots=5)  # one is zero, one of who runs
+    for first in (1, 2, 3):
+        cache.ask((first, *TEXT[:4]))
+    assert cache.ask((1, *TEXT[:5])) == 4
+    cache.ask((4, *TEXT[:4]))
+    assert cache.ask((1, *TEXT[:6])) == 4
+    assert cache.ask((2, *TEXT[:6])) == 0
 
 
 def test_a_page_whose_first_tokens_were_of_use_stays():
@@ -151,6 +152,92 @@ def test_a_window_resumes_from_its_own_pages_alone():
     cache.ask((1, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 9, 8, 8, 8, 8, 7, 7, 7, 7, 7, 7, 7, 7))
     assert cache.ask(TEXT[:17]) == 16
     assert cache.ask(TEXT[:7]) == 0
+
+
+def test_a_pinned_prompt_stays_and_yields_before_another_would_have_to():
+    cache = Cache(pages=3)
+    cache.ask((1, 8, 8), pin_s=50)
+    cache.ask((2, 8, 8), pin_s=60, tenant="a")
+    for first in (3, 4, 5):
+        cache.ask((first, 8, 8))
+    assert cache.ask((1, 8, 7)) == cache.ask((2, 8, 7), tenant="a") == 2
+    # It takes two pages of the three: of both, the one that would end first has to go.
+    cache.ask(TEXT[:8])
+    assert cache.ask((2, 8, 7), tenant="a") == 2
+    assert cache.ask((1, 8, 7)) == 0
+
+
+def test_a_pin_ends_at_its_time():
+    cache = Cache(pages=2)
+    cache.ask((1, 8, 8), pin_s=20)
+    for first in range(2, 30):  # a step takes a second, and each of these two
+        cache.ask((first, 8, 8))
+    assert cache.engine.steps > 40
+    assert not cache.manager.shared.pins
+    assert cache.ask((1, 8, 7)) == 0
+
+
+def test_a_pinned_prompt_is_found_after_others_went_on_from_it():
+    cache = Cache()
+    cache.ask(TEXT[:10], pin_s=100)
+    cache.ask((*TEXT[:10], 1, 2, 3))
+    assert cache.ask((*TEXT[:10], 0, 5, 6)) == 10
+
+
+def test_of_too_many_pins_the_one_that_ends_first_goes():
+    cache = Cache()
+    cache.ask(TEXT[:4])
+    manager = cache.manager
+    for n in range(MAX_PINS + 2):
+        assert manager.pin(n, ("", ""), TEXT[:4], 1e6 - n) == 4
+    cache.ask(TEXT[:2])
+    assert set(manager.shared.pins) == set(range(MAX_PINS))
+
+
+def test_who_goes_on_from_anothers_chunks_agrees_with_them():
+    """Both ask the same at once; the second finds what the first has computed meanwhile."""
+    cache = Cache(step_tokens=2 * P)
+    first, second = (cache.start(range(20, 20 + 8 * P)) for _ in range(2))
+    cache.engine.drain()
+    assert first.usage().diverged_at == 0
+    assert second.usage().cached_tokens == 8 * P - 1
+    assert second.usage().diverged_at is None
+
+
+def test_what_packed_pages_cannot_keep_is_not_said_to_differ():
+    cache = Cache(packed=True)
+    seqs = []
+    for ids in (TEXT[:10], TEXT[:10], (*TEXT[:6], 1, 2, 3, 4)):
+        seqs.append(cache.start(ids))
+        cache.engine.drain()
+    assert [seq.cached for seq in seqs] == [0, 8, 4]
+    assert [seq.usage().diverged_at for seq in seqs] == [0, None, 6]
+
+
+def test_who_starts_finds_the_room_that_running_prompts_will_take():
+    """Each takes four pages, and one more while it runs, of eight."""
+    cache = Cache(pages=8, step_tokens=5)
+    first, second = (cache.start((n, *TEXT[:15])) for n in (1, 2))
+    cache.engine.step()
+    assert (first.begun, second.begun) == (True, False)
+    cache.engine.drain()
+    assert cache.engine.scheduler.counts.preemptions == 0
+
+
+def test_idle_pages_that_a_prompt_shares_are_room_only_once():
+    cache = Cache(pages=8)
+    cache.ask(TEXT[:16])
+    other, again = cache.start((1, *TEXT[:15])), cache.start(TEXT[:16])
+    cache.engine.step()
+    assert (other.begun, again.begun) == (True, False)
+
+
+def test_a_short_prompt_needs_little_room_though_its_window_is_long():
+    cache = Cache(pages=14, specs=(WindowKV(1, 4, 40),))
+    first, second = (cache.start((n, *TEXT[:5])) for n in (1, 2))
+    cache.engine.step()
+    assert first.begun
+    assert second.begun
 
 
 def test_the_longest_of_a_node_is_a_neighbour_in_the_order_of_tokens():
@@ -180,4 +267,14 @@ def every_rule() -> None:
     test_the_page_that_was_of_no_use_for_longest_goes_first()
     test_what_is_used_no_more_goes_from_the_end()
     test_a_window_resumes_from_its_own_pages_alone()
+    test_a_pinned_prompt_stays_and_yields_before_another_would_have_to()
+    test_a_pin_ends_at_its_time()
+    test_a_pinned_prompt_is_found_after_others_went_on_from_it()
+    test_of_too_many_pins_the_one_that_ends_first_goes()
+    test_the_snapshot_that_was_of_no_use_for_longest_goes_first()
+    test_who_goes_on_from_anothers_chunks_agrees_with_them()
+    test_what_packed_pages_cannot_keep_is_not_said_to_differ()
+    test_who_starts_finds_the_room_that_running_prompts_will_take()
+    test_idle_pages_that_a_prompt_shares_are_room_only_once()
+    test_a_short_prompt_needs_little_room_though_its_window_is_long()
     test_the_longest_of_a_node_is_a_neighbour_in_the_order_of_tokens()

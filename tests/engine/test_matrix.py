@@ -6,33 +6,30 @@ import pytest
 
 from mlxserve.config import EngineConfig
 from mlxserve.engine.cache_plan import cache_specs
+from mlxserve.kernels import registry
 from tests.support.caches import KINDS, REFUSED, Asked, solo
 from tests.support.composed import ComposedModel
 from tests.support.dense_view import DenseView
-from tests.support.matrix import TABLE, Cell, cells, chosen_kernels, committed, prove, refusal
+from tests.support.matrix import TABLE, cells, committed, prove, refusal
 from tests.support.situations import SITUATIONS, Stage
 
 
-@pytest.fixture(scope="module", autouse=True)
-def kernels():
-    with chosen_kernels():
-        yield
-
-
-def in_check(cell: Cell) -> bool:
-    """`make check` proves those that are quick."""
-    return cell.page_tokens < 64 and cell.sampling == "greedy"
+def name(cell):
+    return f"{cell.kind}: {cell.situation}, {cell.page_tokens}, {cell.sampling}"
 
 
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(c, marks=[] if in_check(c) else pytest.mark.full) for c in cells()],
-    ids=lambda cell: f"{cell.kind}: {cell.situation}, {cell.page_tokens}, {cell.sampling}",
+    [pytest.param(c, marks=[] if c.quick else pytest.mark.full) for c in cells()],
+    ids=name,
 )
 def test_the_answer_is_that_of_the_request_alone(cell):
-    shown = prove(cell)
+    check(cell)
+
+
+def check(cell):
     entry = committed()[cell.kind, cell.situation, cell.page_tokens < 64]
-    assert shown == entry, "run `python -m tests.support.matrix --write`"
+    assert prove(cell) == entry, "run `python -m tests.support.matrix --write`"
 
 
 def test_the_committed_table_has_all_kinds_and_situations():
@@ -70,3 +67,28 @@ def test_alone_it_has_the_logprobs_of_a_cache_without_pages(name):
         for token, value in logprob.top
     )
     assert worst < allowed
+
+
+@pytest.fixture(scope="module")
+def references():
+    """The reference kernels of the cache, in place of native ones."""
+    if registry.recorder() is None:
+        pytest.skip("only on machines with native kernels: others have just proven it")
+    with pytest.MonkeyPatch.context() as patch:
+        # Not of matmuls: the reference gives a row other bits in another batch.
+        patch.setenv("MLXSERVE_KERNELS", "attention=reference,append=reference")
+        forget()
+        yield
+    forget()
+
+
+def forget():
+    registry.forget()
+    solo.cache_clear()
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("references")
+@pytest.mark.parametrize("cell", [cell for cell in cells() if cell.quick], ids=name)
+def test_so_it_is_with_reference_kernels(cell):
+    check(cell)

@@ -1,11 +1,13 @@
 """Kinds of caches, each with a tiny model, and an engine over one that is driven step by step."""
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
+from mlxserve.cache import file, transfer
 from mlxserve.config import EngineConfig
 from mlxserve.engine.core import Core
 from mlxserve.sequence import Sequence, StepPlan
@@ -40,6 +42,11 @@ class CacheKind:
     def cuts(self) -> bool:
         """Whether a prefix may end within a page."""
         return not self.packed and not self.recurrent
+
+    @property
+    def records(self) -> bool:
+        """Whether its decoding steps are recorded, where there are native kernels for all ops."""
+        return all(kind.name in ("full", "window") for kind in self.layers(64))
 
     def resumes_at(self, agreed: int, page_tokens: int) -> int:
         """How much of a prefix that agrees can be gone on from, where all of it is cached."""
@@ -115,7 +122,8 @@ Answer = list[tuple[int, Logprob]]
 class Run:
     """An engine over a kind of cache.
 
-    plans: its steps so far; asked, answers: by request id; aborted: ids.
+    plans: its steps so far; recorded: how many of them ran from a recording. asked, answers: by
+    request id; aborted: ids.
     """
 
     def __init__(self, kind: str, page_tokens: int, *, pool_pages: int = 64, **config: Any) -> None:
@@ -128,6 +136,7 @@ class Run:
             page_tokens=page_tokens,
         )
         self.plans: list[StepPlan] = []
+        self.recorded = 0
         self.asked: dict[str, Asked] = {}
         self.answers: dict[str, Answer] = {}
         self.aborted: set[str] = set()
@@ -155,6 +164,8 @@ class Run:
         for _ in range(n):
             self.core.advance()
             self.core.check_integrity()
+            under_way = self.core.in_flight
+            self.recorded += under_way is not None and under_way.in_place
         while not self._out.empty():
             out = self._out.get()
             if out.error is not None:
@@ -175,9 +186,32 @@ class Run:
         self.drain()
         return seq
 
+    def save(self, path: Path, ids: Ids) -> int:
+        """What is cached of a prompt into a file, as LLM.save_cache does. Returns its tokens."""
+        core, salt = self.core, _salt()
+        source = transfer.source(core.manager, core.storage, path, salt, ids, core.info.fingerprint)
+        tensor = partial(transfer.tensor, core.storage, source, ids)
+        file.write(path, source.header, tensor)
+        core.manager.shared.unpin(path)
+        self.core.check_integrity()
+        return source.header.tokens
+
+    def load(self, path: Path) -> int:
+        """And from there, as LLM.load_cache does. Returns the tokens that are cached now."""
+        core, saved = self.core, file.read(path)
+        file.check_fingerprint(saved, core.info.fingerprint)
+        file.verify(saved)
+        tokens = transfer.restore(core.manager, core.storage, path, _salt(), saved)
+        core.check_integrity()
+        return tokens
+
     def rows(self) -> list[int]:
         """How many requests each step computed."""
         return [len(plan.chunks) for plan in self.plans]
+
+
+def _salt() -> Hashable:
+    return Asked((0,), 1, "greedy").request("").salt
 
 
 @cache

@@ -1,7 +1,8 @@
 """Tiny random models of any kinds of layers, each with a cache of its own kind.
 
 Not of any architecture: their attention and recurrences are as plain as can be, so that what is
-tested is the cache. Every operation gives a row the same bits in any batch.
+tested is the cache. Every operation gives a row the same bits in any batch. Those of attention over
+keys and values have native kernels, so that steps are recorded as a user's are.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import numpy as np
 from mlxserve.cache.spec import FullKV, Latent, LayerSpec, State, WindowKV
 from mlxserve.kernels import matmul
 from mlxserve.models.base import View, Weights
-from mlxserve.models.layers import Linear, RMSNorm
+from mlxserve.models.layers import Embedding, Linear, RMSNorm, project
+from mlxserve.models.rope import Rope
 
 WIDTH, HEADS, KV_HEADS, DIM = 48, 4, 2, 16
 RANK, ROPE = 24, 8
@@ -56,7 +58,9 @@ class ComposedModel(nn.Module):
         self.dtype = mx.float32
         self.float16_safe = True
         self._random = np.random.default_rng(seed)
-        self.embedding = self._draw(VOCAB, WIDTH, gain=1.5)
+        self.embedding = Embedding(VOCAB, WIDTH)
+        self.embedding.weight = matmul.prepare(self._draw(VOCAB, WIDTH, gain=1.5), mx.float32)
+        self.rope = Rope([0.1 * 0.7**i for i in range(DIM // 2)])
         self.norm = RMSNorm(WIDTH, 1e-5)
         self.layers = [self._layer(kind) for kind in kinds]
         self.head = self._linear(WIDTH, VOCAB, gain=2.0)
@@ -69,20 +73,20 @@ class ComposedModel(nn.Module):
         return weights
 
     def __call__(self, ids: mx.array, view: View) -> mx.array:
-        x = self.embedding[ids]
+        x = self.embedding(ids)
         for index, (kind, layers) in enumerate(zip(self.kinds, self.layers, strict=True)):
             h = layers["norm"](x)
             run = {"latent": self._latent, "state": self._recur}.get(kind.name, self._attend)
-            x = x + layers["out"](run(h, layers, view, index))
+            x = layers["out"](run(h, layers, view, index), x)
         return self.norm(x)
 
     def logits(self, h: mx.array) -> mx.array:
         return self.head(h)
 
     def _attend(self, h, layers, view, index):
-        q = _rotated(layers["q"](h).reshape(-1, HEADS, DIM), view.positions)
-        k = _rotated(layers["k"](h).reshape(-1, KV_HEADS, DIM), view.positions)
-        v = layers["v"](h).reshape(-1, KV_HEADS, DIM)
+        projected = project(h, layers["q"], layers["k"], layers["v"])
+        q, k, v = (x.reshape(len(h), -1, DIM) for x in projected)
+        q, k = self.rope(q, k, view.positions)
         sinks = self.sinks if self.kinds[index].sinks else None
         out = view.layer(index).attend(q, k, v, scale=DIM**-0.5, sinks=sinks)
         return out.reshape(h.shape[0], -1)
@@ -131,13 +135,3 @@ class ComposedModel(nn.Module):
     def _draw(self, rows: int, columns: int, *, gain: float) -> mx.array:
         drawn = self._random.standard_normal((rows, columns)) * (gain * columns**-0.5)
         return mx.array(drawn.astype(np.float32))
-
-
-def _rotated(x: mx.array, positions: mx.array) -> mx.array:
-    """Half of the channels turned by the position. x: `[T, H, D]`."""
-    half = x.shape[-1] // 2
-    angle = positions[:, None, None].astype(mx.float32) * 0.1
-    a, b = x[..., :half], x[..., half:]
-    return mx.concatenate(
-        [a * mx.cos(angle) - b * mx.sin(angle), b * mx.cos(angle) + a * mx.sin(angle)], -1
-    )

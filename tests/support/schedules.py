@@ -4,6 +4,7 @@ Integers only: scheduler and manager are the real ones, the model is a function 
 the arrays are PaperCache's.
 """
 
+import math
 import random
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ STEPS_AT_MOST = 5000  # of one schedule: it must end
 class PaperEngine:
     """Scheduler, manager and paper cache in the order in which `Core.step` has them.
 
-    ahead: whether a step is built before the last one was read. outputs: by request id.
+    ahead: whether a step is built before the last one was read. outputs: by request id. Each step
+    takes a second.
     """
 
     def __init__(self, scheduler: Scheduler, draw: Draw, *, ahead: bool = True) -> None:
@@ -48,7 +50,7 @@ class PaperEngine:
         self._grow()
         scheduler, preempted = self.scheduler, self.scheduler.counts.preemptions
         oldest, alone = scheduler.running[:1], len(scheduler.running) + len(scheduler.waiting) == 1
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(self.steps)
         assert plan or self.flight or not scheduler.busy, "nothing to do, and yet busy"
         assert scheduler.running[:1] == oldest or not oldest, "the oldest was preempted"
         assert scheduler.counts.preemptions == preempted or not alone, (
@@ -76,7 +78,7 @@ class PaperEngine:
         if self.manager.unsettled:
             self._grow()
             self._apply(self.manager.end_plan(()))
-            self.manager.begin_plan(())
+        self.manager.begin_plan(())
         self.scheduler.check_integrity()
 
     def drain(self) -> None:
@@ -84,6 +86,7 @@ class PaperEngine:
         while self.busy:
             self.step()
         self.settle()
+        self.manager.shared.end_pins(math.inf)
         self.manager.check_integrity([])
         assert self.manager.hot.used == 0
         assert all(pool.used == len(pool.idle) for pool in self.manager.pools)
@@ -225,7 +228,15 @@ class Schedule:
         self.limit = min(self.engine.manager.tokens_at_most(), 12 * setup.page_tokens)
         self.seqs: list[Sequence] = []
 
-    def add(self, prompt: list[int], new: int, *, score: bool = False, tenant: str = "") -> None:
+    def add(
+        self,
+        prompt: list[int],
+        new: int,
+        *,
+        score: bool = False,
+        tenant: str = "",
+        pin_s: float | None = None,
+    ) -> None:
         """A request; a prompt that is too long is cut."""
         request = Request(
             id=f"r{len(self.seqs)}",
@@ -234,6 +245,7 @@ class Schedule:
             stop_ids=frozenset({END}),
             score=score,
             tenant=tenant,
+            pin_s=pin_s,
         )
         self.seqs.append(Sequence.start(request, self.limit, 0.0))
         self.engine.scheduler.add(self.seqs[-1])
@@ -276,7 +288,8 @@ def walk(seed: int, actions: int = 60) -> Schedule:
                 prompt = schedule.like(
                     rng.randrange(99), rng.choice([-1, rng.randrange(999)]), more
                 )
-                schedule.add(prompt, rng.choice([1, 2, P, 5 * P]), tenant=rng.choice(["", "", "a"]))
+                tenant, pin_s = rng.choice(["", "", "a"]), rng.choice([None, None, 1, 50])
+                schedule.add(prompt, rng.choice([1, 2, P, 5 * P]), tenant=tenant, pin_s=pin_s)
             case "step":
                 for _ in range(rng.randint(1, 8)):
                     if schedule.engine.busy:

@@ -6,9 +6,12 @@ is a function here and a line in SITUATIONS.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from mlxserve.kernels import registry
 from tests.support.caches import KINDS, SAMPLING, Answer, Asked, CacheKind, Ids, Run, solo
 from tests.support.composed import VOCAB
 
@@ -64,6 +67,8 @@ def alone(stage: Stage) -> Shown:
     run.alone(stage.main())
     run.alone(stage.main())
     assert max(run.rows()) == 1
+    if registry.recorder() is not None:
+        assert bool(run.recorded) == stage.kind.records
     return [run], "1 row"
 
 
@@ -122,6 +127,7 @@ def whole_prefix(stage: Stage) -> Shown:
     longer = run.alone(Asked(turn, 4, stage.sampling))
     _found(stage, again, len(main.ids) - 1)
     _found(stage, longer, known)
+    assert again.usage().diverged_at is None
     return [run], f"{again.cached} and {longer.cached} cached"
 
 
@@ -135,6 +141,7 @@ def part_of_a_prefix(stage: Stage) -> Shown:
     seq = run.alone(Asked(other, main.new, stage.sampling))
     _found(stage, seq, agreed)
     assert stage.kind.cuts == bool(seq.cached % P)
+    assert seq.usage().diverged_at == agreed
     return [run], f"{seq.cached} cached"
 
 
@@ -157,23 +164,39 @@ def evicted(stage: Stage) -> Shown:
 
 def preempted(stage: Stage) -> Shown:
     """Three run until the pages don't suffice; the newest starts over."""
-    if not any(kind.name in ("full", "latent") for kind in stage.kind.layers(stage.page_tokens)):
-        raise Impossible("it takes no more as it goes on")
     P = stage.page_tokens
-    for pages in (10, 8, 6):  # one of them is too little for three, and enough for one
-        run = stage.run(max_batch=3, max_batched_tokens=P, pool_pages=pages)
-        # Room for the prompts is there when they start; what comes of them is longer.
-        mates = [stage.mate(2 * P + P * 3 // 4, seed) for seed in (2, 3)]
-        mates = [Asked(mate.ids, 3 * P, mate.sampling) for mate in mates]
-        oldest, *newer = (run.submit(asked) for asked in (stage.main(), *mates))
-        run.drain()
-        if any(seq.preempted for seq in newer):
-            break
+    all_asked = [stage.main(), *(stage.mate(3 * P - 2, seed) for seed in (2, 3))]
+    all_asked = [Asked(asked.ids, P + 6, asked.sampling) for asked in all_asked]
+    # Room for the prompts and a page more, as is needed to start; what comes of them is longer.
+    pages = sum(len(asked.ids) // P + 1 for asked in all_asked)
+    run = stage.run(max_batch=3, pool_pages=pages)
+    oldest, *newer = (run.submit(asked) for asked in all_asked)
+    run.drain()
     assert not oldest.preempted
-    if all(group.window is not None for group in run.core.manager.groups):
+    if not any(seq.preempted for seq in newer):
+        assert all(group.window is not None for group in run.core.manager.groups)
         raise Impossible("it takes no more than it had room for when it started")
-    assert run.core.stats.preemptions > 0
     return [run], f"{run.core.stats.preemptions} preempted"
+
+
+def restored(stage: Stage) -> Shown:
+    """One engine computes its prompt and keeps it in a file; another goes on from there."""
+    P, main = stage.page_tokens, stage.main()
+    first, second = stage.run(), stage.run()
+    first.alone(stage.mate(3 * P, 3))  # what it leaves in a page mustn't come along
+    first.alone(Asked(main.ids, 1, stage.sampling))
+    # Here pages lie elsewhere, and the first is there.
+    second.alone(stage.mate(4 * P + 3, 2))
+    second.alone(Asked((*main.ids[: P + 1], *stage.text(3, 5)), 3, stage.sampling))
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "prompt.st"
+        saved = first.save(path, main.ids)
+        assert saved == second.load(path) == stage.kind.resumes_at(len(main.ids), P)
+    again = second.alone(main)
+    longer = second.alone(Asked((*main.ids[:saved], *stage.text(P, 4)), main.new, stage.sampling))
+    _found(stage, again, len(main.ids) - 1)
+    _found(stage, longer, saved)
+    return [first, second], f"{saved} from a file"
 
 
 def _found(stage: Stage, seq, agreed: int) -> None:
@@ -190,4 +213,5 @@ SITUATIONS: dict[str, Callable[[Stage], Shown]] = {
     "part cached": part_of_a_prefix,
     "evicted": evicted,
     "preempted": preempted,
+    "saved and restored": restored,
 }
