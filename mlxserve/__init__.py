@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from mlxserve.checks import from_names
 from mlxserve.errors import (
     CapacityError,
     ContextError,
@@ -25,7 +26,7 @@ from mlxserve.errors import (
     RequestError,
 )
 from mlxserve.grammar import Grammar
-from mlxserve.types import Completion, Piece, SamplingParams, from_names
+from mlxserve.types import Completion, Piece, SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

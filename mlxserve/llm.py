@@ -14,6 +14,7 @@ import numpy as np
 from mlxserve.answers import Answer, chosen
 from mlxserve.cache import file as cache_file
 from mlxserve.cache import transfer
+from mlxserve.checks import checked_integer, from_names
 from mlxserve.config import EngineConfig
 from mlxserve.engine.core import EngineStats, TokenSink
 from mlxserve.engine.engine import Engine
@@ -39,8 +40,6 @@ from mlxserve.types import (
     Request,
     SamplingParams,
     TokenOut,
-    checked_integer,
-    from_names,
 )
 
 

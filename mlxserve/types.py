@@ -1,13 +1,11 @@
 """What crosses between the parts: requests in, tokens out, and the plan of a step."""
 
-import difflib
-import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
+from mlxserve.checks import checked_integer, checked_number, checked_tuple
 from mlxserve.errors import ContextError, RequestError
 from mlxserve.grammar import Grammar
 from mlxserve.report import show
@@ -15,7 +13,6 @@ from mlxserve.report import show
 if TYPE_CHECKING:
     import numpy as np
 
-T = TypeVar("T")
 FinishReason = Literal["stop", "length", "cancelled"]
 Messages = list[dict[str, Any]]
 Prompt = str | Messages | list[int]
@@ -83,7 +80,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (low, high) in _NUMBERS.items():
-            self._set(name, _number(name, getattr(self, name), low, high))
+            self._set(name, checked_number(name, getattr(self, name), low, high))
         for name, (low, high) in _INTEGERS.items():
             value = getattr(self, name)
             if not (value is None and name in ("max_tokens", "seed", "best_of")):
@@ -132,14 +129,14 @@ class SamplingParams:
                 )
 
     def _set_stops(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else checked_tuple("stop", self.stop)
         if len(stop) > MAX_STOP_STRINGS:
             raise RequestError(f"{len(stop)} stop strings; at most {MAX_STOP_STRINGS} work")
         for text in stop:
             if not isinstance(text, str) or not text:
                 raise RequestError(f"stop string {text!r} must be a non-empty string")
         self._set("stop", stop)
-        ids = _tuple("stop_token_ids", self.stop_token_ids)
+        ids = checked_tuple("stop_token_ids", self.stop_token_ids)
         self._set(
             "stop_token_ids", tuple(checked_integer("a stop token id", token, 0) for token in ids)
         )
@@ -149,7 +146,7 @@ class SamplingParams:
         if not isinstance(biases, Mapping):
             raise RequestError(f"logit_bias is {biases!r}; it must map token ids to numbers")
         checked = {
-            checked_integer("a logit_bias token id", token, 0): _number(
+            checked_integer("a logit_bias token id", token, 0): checked_number(
                 f"logit_bias[{token}]", bias, -1e9, 1e9
             )
             for token, bias in biases.items()
@@ -207,49 +204,6 @@ _INTEGERS: dict[str, tuple[int, int | None]] = {
 }
 
 
-def _number(name: str, value: Any, low: float, high: float) -> float:
-    """A number of Python's or NumPy's, as a float."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise RequestError(f"{name} is {value!r}; it must be a number")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not low <= number <= high:  # neither is NaN
-        raise RequestError(f"{name} is {number}; it must be between {low:g} and {high:g}")
-    return number
-
-
-def checked_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """A whole number of Python's or NumPy's, as an int. Raises RequestError that names it."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise RequestError(f"{name} is {value!r}; it must be a whole number")
-    number = int(value)
-    if number < low or (high is not None and number > high):
-        bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} is {number}; it must be {bounds}")
-    return number
-
-
-def _tuple(name: str, value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple | set | frozenset):
-        raise RequestError(f"{name} is {value!r}; it must be a list")
-    return tuple(value)
-
-
-def from_names(cls: type[T], what: str, values: dict[str, Any]) -> T:
-    """A dataclass from keyword arguments; an unknown name is a RequestError that guesses at it."""
-    known = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-            raise RequestError(f"unknown {what} {name!r}; {hint}")
-    return cls(**values)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One prompt to continue, or, with `score`, to read only.
@@ -297,12 +251,12 @@ class Request:
             if not isinstance(getattr(self, name), str):
                 raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a string")
         if self.ttft_budget_s is not None:
-            budget = _number("ttft_budget_s", self.ttft_budget_s, 0.0, sys.float_info.max)
+            budget = checked_number("ttft_budget_s", self.ttft_budget_s, 0.0, sys.float_info.max)
             if budget == 0.0:
                 raise RequestError("ttft_budget_s is 0, in which no token comes; use None for ever")
             object.__setattr__(self, "ttft_budget_s", budget)
         if self.pin_s is not None:
-            object.__setattr__(self, "pin_s", _number("pin_s", self.pin_s, 0.0, MAX_PIN_S))
+            object.__setattr__(self, "pin_s", checked_number("pin_s", self.pin_s, 0.0, MAX_PIN_S))
 
     @property
     def salt(self) -> tuple[str, str, str]:

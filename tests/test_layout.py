@@ -15,6 +15,7 @@ HEAVY = (
     "numpy",
     "jinja2",
     "tokenizers",
+    "llguidance",
     "torch",
     "transformers",
     "typer",

@@ -26,9 +26,8 @@ class Masks:
     def mask(self, seqs: Seq[Sequence]) -> tuple[mx.array, dict[int, RequestError]]:
         """What may be drawn next: float32 `[n, V]`, 0 where allowed and -infinity elsewhere.
 
-        Every token that is known of the sequences was committed. Also returns why some can't go on,
-        by index: to these, as to those that ended, everything is allowed, and nothing is drawn of
-        it.
+        All tokens before that are committed. Also returns why some can't go on, by index. To these,
+        as to those that ended, everything is allowed: their rows take part and are dropped.
         """
         if self._executor is None:
             self._executor = LLExecutor()

@@ -10,7 +10,7 @@ from mlxserve.answers import Answer
 from mlxserve.grammar import Grammar
 from mlxserve.server.delivery import Delivery
 from mlxserve.server.problems import Problem
-from mlxserve.server.service import Service
+from mlxserve.server.service import Service, new_id
 from mlxserve.server.tools import Tools, tell_generically
 from mlxserve.text.parsers import (
     Content,
@@ -51,8 +51,11 @@ class Said:
 class Turn:
     """The answers to one chat. `said` adds up what `feed` has told."""
 
-    def __init__(self, delivery: Delivery, parsers: Sequence[OutputParser]) -> None:
+    def __init__(
+        self, delivery: Delivery, parsers: Sequence[OutputParser], tool_format: str | None
+    ) -> None:
         self.delivery = delivery
+        self._format = tool_format
         self.said = [Said() for _ in parsers]
         self._parsers = parsers
 
@@ -81,6 +84,10 @@ class Turn:
         """Why an answer ended, in OpenAI's words."""
         reason = self.answers[index].completion().finish_reason
         return "tool_calls" if reason == "stop" and self.said[index].calls else reason
+
+    def call_id(self, call: ToolCall, prefix: str) -> str:
+        """The model's own, or a new one. Mistral's templates take only nine letters and digits."""
+        return call.id or (new_id("")[:9] if self._format == "mistral" else new_id(prefix))
 
     def reasoning_tokens(self, tokenizer: Tokenizer) -> int:
         """Tokens that all answers spent on reasoning."""
@@ -124,7 +131,7 @@ def prepare(served: Service, asked: Asked) -> Turn:
 
     parsers = [parser() for _ in range(params.drawn)]
     answers = served.llm.prepare(ids, params, chat=True, keep=parsers[0].keeps, **asked.options)
-    return Turn(Delivery(served.llm, served.mailbox, answers), parsers)
+    return Turn(Delivery(served.llm, served.mailbox, answers), parsers, formats.tools)
 
 
 def _grammar(served: Service, tools: Tools, answer: Grammar | None) -> Grammar | None:

@@ -19,10 +19,10 @@ from mlxserve.text.schema import endless_ref
 from mlxserve.text.thinking import CLOSE, OPEN, opens_thinking
 from mlxserve.text.tokenizer import Tokenizer
 
-MAX_COMPILED = 32  # grammars kept for the next request
+MAX_COMPILED = 16  # grammars kept for the next request
 TAIL_TOKENS = 16  # of a prompt, to see whether the answer begins inside its thinking
-# In llguidance's units: some milliseconds of building and about two of work for a mask, and a state
-# takes up to 2 kB.
+# In llguidance's units: a mask may find out so much that it takes milliseconds, and what has been
+# found out, in states of up to 2 kB, is kept for the next answers.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=100_000,
     step_lexer_fuel=20_000,
@@ -37,7 +37,8 @@ JSON_OPTIONS = {
     "coerce_one_of": False,
 }
 
-# Forced text may be cut into tokens anyhow: only so does a mask need no tokenizer, nor Python.
+# Where only one text can follow, each of its tokens is drawn like any other: to cut it as the
+# tokenizer would, masks would have to call it, from other threads.
 _HEAD = '%llguidance {"no_forcing": true}\n'
 _THOUGHT = r"""
 thought[lazy]: /(.|\n)*<\/think>/

@@ -40,6 +40,7 @@ class StreamDecoder:
         if token_id in self._tokenizer.special_ids:
             if data not in self._kept:
                 return ""
+            # It may be the text's first, and what it cuts off stays a broken character.
             self._first, self._to_strip = False, 0
             return self.finish() + data.decode()
         self._first = False

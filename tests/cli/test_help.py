@@ -10,8 +10,18 @@ import pytest
 
 from mlxserve.types import SamplingParams
 
-IN_PYTHON_ONLY = {"logprobs", "top_logprobs", "n", "best_of"}
-HEAVY = ("mlx", "numpy", "jinja2", "tokenizers", "torch", "transformers", "rich", "prompt_toolkit")
+IN_PYTHON_ONLY = {"logprobs", "top_logprobs", "n", "best_of", "grammar"}
+HEAVY = (
+    "mlx",
+    "numpy",
+    "jinja2",
+    "tokenizers",
+    "llguidance",
+    "torch",
+    "transformers",
+    "rich",
+    "prompt_toolkit",
+)
 
 
 def test_help_lists_the_commands(cli):

@@ -103,6 +103,15 @@ def test_regex_choice_lark_and_any_object(llm, seed):
     assert anything.finish_reason == "length" or isinstance(json.loads(anything.text), dict)
 
 
+def test_the_end_of_an_answer_disturbs_nothing(llm):
+    """The step that was built before its end was known has no row left that needs a mask."""
+    prompt = "Who is it that comes here at night? " * 6
+    for cached in (False, True):
+        answer = mlxserve.generate(llm, prompt, grammar=Grammar.regex("[a-z]{3}"))
+        assert answer.finish_reason == "stop"
+        assert (answer.usage.cached_tokens > 0) is cached
+
+
 def test_tokens_that_only_pad_the_vocabulary_are_never_drawn(llm):
     loved = dict.fromkeys(range(260, PADDED), 1e6)
     answer = mlxserve.generate(llm, "Hello", grammar=Grammar.regex("[a-z]{5}"), logit_bias=loved)
@@ -332,3 +341,17 @@ def test_many_threads_may_ask_at_once(llm):
     for seed, answer in enumerate(answers):
         assert valid(answer, POINT if seed % 2 else PERSON)
         assert answer.token_ids == ask(seed).token_ids
+
+
+@pytest.mark.real
+def test_a_real_model_and_its_49_152_tokens(smollm2_gguf):
+    """Hot enough that it would ramble."""
+    chat = [{"role": "user", "content": "Describe a person as JSON."}]
+    how = {"seed": 3, "temperature": 1.5, "max_tokens": 200}
+    with mlxserve.load(smollm2_gguf) as llm:
+        answers = mlxserve.generate(llm, chat, grammar=Grammar.json_schema(PERSON), n=4, **how)
+        assert all(valid(answer, PERSON) for answer in answers)
+        phone = mlxserve.generate(llm, chat, grammar=Grammar.regex(r"\+\d{2} \d{3} \d{4}"), **how)
+        assert re.fullmatch(r"\+[0-9]{2} [0-9]{3} [0-9]{4}", phone.text)
+        choice = mlxserve.generate(llm, chat, grammar=Grammar.choice(["x", "xy"]), **how)
+        assert choice.text in ("x", "xy")

@@ -173,6 +173,27 @@ def test_no_stop_id_before_min_tokens():
     assert got == [False, False, True, True]
 
 
+def test_a_mask_forbids_before_temperature_and_filters():
+    """What a grammar forbids takes no part in what filters keep, however likely it is."""
+    logits = random_logits(seed=4, spread=2.0)
+    inside = [3, 17, 40]
+    mask = np.full((1, V), -np.inf, np.float32)
+    mask[0, inside] = 0
+    best = inside[int(logits[0, inside].argmax())]
+    for params in ({}, {"temperature": 1.0, "top_k": 1}, {"temperature": 5.0, "top_p": 1e-6}):
+        seq = sequence(logit_bias={7: 1e6}, **params)
+        token = sample(mx.array(logits), [seq], mx.array([7]), mx.array(mask)).item()
+        assert token == best
+    seqs = [sequence(seed=i, temperature=5.0) for i in range(60)]
+    tokens = sample(
+        mx.array(np.repeat(logits, 60, axis=0)),
+        seqs,
+        mx.array([7] * 60),
+        mx.array(np.repeat(mask, 60, axis=0)),
+    )
+    assert set(tokens.tolist()) == set(inside)
+
+
 def own_logprobs(logits, ids, top):
     best = mx.argmax(logits, axis=-1).astype(mx.int32)
     return tuple(np.array(x) for x in logprobs(logits, best, mx.array(ids), top))

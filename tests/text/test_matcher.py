@@ -306,4 +306,6 @@ def test_a_grammar_whose_limits_were_used_up_is_compiled_afresh(byte_level, monk
         matcher.inner.compute_bitmask()
         assert len(ids) < 1000
     assert "too large" in str(matcher.failure)
-    assert allowed(grammars.matcher(grammar, [5]))
+    fresh = grammars.matcher(grammar, [5])
+    assert set(allowed(fresh)) & set(byte_level.encode("a"))
+    assert fresh.failure is None

@@ -146,3 +146,14 @@ def test_special_tokens_that_are_kept_are_text(byte_level: Tokenizer):
     half = [alphabet[bytes([byte])] for byte in "😀".encode()[:2]]
     broken = TextStream(byte_level, keep=["<|turn|>"])
     assert "".join([broken.feed(token) for token in [*half, turn]]) == "\ufffd<|turn|>"
+
+
+def test_a_kept_token_opens_the_text(tmp_path: Path):
+    tokenizer = Tokenizer.from_directory(save(KINDS["byte_fallback"](), tmp_path))
+    (turn,) = tokenizer.encode("<|turn|>", add_special_tokens=False)
+    words = tokenizer.encode("the wall", add_special_tokens=False)
+    assert tokenizer.decode(words) == "the wall"
+    stream = StreamDecoder(tokenizer, keep=["<|turn|>"])
+    shown = "".join([stream.feed(token) for token in [turn, *words]]) + stream.finish()
+    # The space that marks a word is dropped only where the word opens the text.
+    assert shown == "<|turn|> the wall"

@@ -116,7 +116,7 @@ class _Chat:
                 message.reasoning_content = "".join(said.reasoning)
             if said.calls:
                 message.content = message.content or None
-                message.tool_calls = [_call(call) for call in said.calls]
+                message.tool_calls = [self._call(call) for call in said.calls]
             logprobs = answer.completion().logprobs
             choices.append(
                 ChatChoice(
@@ -143,7 +143,7 @@ class _Chat:
                 yield None
                 continue
             index, piece, out = event
-            told = [_message(delta) for delta in self.turn.feed(index, piece, last=out.last)]
+            told = [self._message(delta) for delta in self.turn.feed(index, piece, last=out.last)]
             if out.logprob is not None and self.asked.logprobs:
                 # Of the token that came, even if its text is held back.
                 logprobs = self._logprobs([out.logprob])
@@ -159,6 +159,20 @@ class _Chat:
             chunk.usage = self._usage()
             yield chunk
 
+    def _message(self, delta: Delta) -> Message:
+        match delta:
+            case Content(text):
+                return Message(content=text)
+            case Reasoning(text):
+                return Message(reasoning_content=text)
+            case ToolCall(index):
+                return Message(tool_calls=[self._call(delta, index)])
+
+    def _call(self, call: ToolCall, index: int | UnsetType = UNSET) -> ToolCallReply:
+        function = FunctionCall(call.name, call.arguments)
+        call_id = self.turn.call_id(call, "call_")
+        return ToolCallReply(index=index, id=call_id, type="function", function=function)
+
     def _usage(self) -> UsageReply:
         answers = self.turn.answers
         reasoning = self.turn.reasoning_tokens(self.served.llm.tokenizer)
@@ -173,22 +187,6 @@ class _Chat:
         if self.include_usage:
             chunk.usage = None  # in all but the last
         return chunk
-
-
-def _message(delta: Delta) -> Message:
-    match delta:
-        case Content(text):
-            return Message(content=text)
-        case Reasoning(text):
-            return Message(reasoning_content=text)
-        case ToolCall(index):
-            return Message(tool_calls=[_call(delta, index)])
-
-
-def _call(call: ToolCall, index: int | UnsetType = UNSET) -> ToolCallReply:
-    function = FunctionCall(call.name, call.arguments)
-    call_id = call.id or new_id("call_")
-    return ToolCallReply(index=index, id=call_id, type="function", function=function)
 
 
 def _delta(

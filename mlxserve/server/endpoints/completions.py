@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxserve.answers import Answer, chosen
+from mlxserve.checks import checked_integer
 from mlxserve.errors import RequestError
 from mlxserve.server import openai
 from mlxserve.server.delivery import Delivery
@@ -34,7 +35,7 @@ from mlxserve.server.service import (
     service,
     whole,
 )
-from mlxserve.types import MAX_TOP_LOGPROBS, Logprob, SamplingParams, checked_integer
+from mlxserve.types import MAX_TOP_LOGPROBS, Logprob, SamplingParams
 
 MAX_PROMPTS = 128
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint

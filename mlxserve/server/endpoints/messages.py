@@ -140,7 +140,7 @@ class _Message:
         if said.content:
             blocks.append(TextBlock("".join(said.content)))
         blocks += [
-            ToolUseBlock(_call_id(call), call.name, json.loads(call.arguments))
+            ToolUseBlock(self._call_id(call), call.name, json.loads(call.arguments))
             for call in said.calls
         ]
         return self._told(blocks, self._usage(), *self._stop())
@@ -197,7 +197,7 @@ class _Message:
             if self._open is not None:
                 told.append({"type": "content_block_stop", "index": self._index})
             self._open, self._index = type(delta), self._index + 1
-            block = _empty_block(delta)
+            block = self._empty_block(delta)
             told.append(
                 {"type": "content_block_start", "index": self._index, "content_block": block}
             )
@@ -211,16 +211,14 @@ class _Message:
         told.append({"type": "content_block_delta", "index": self._index, "delta": new})
         return told
 
+    def _empty_block(self, delta: Delta) -> Block:
+        match delta:
+            case Content():
+                return TextBlock("")
+            case Reasoning():
+                return ThinkingBlock("")
+            case ToolCall():
+                return ToolUseBlock(self._call_id(delta), delta.name, {})
 
-def _empty_block(delta: Delta) -> Block:
-    match delta:
-        case Content():
-            return TextBlock("")
-        case Reasoning():
-            return ThinkingBlock("")
-        case ToolCall():
-            return ToolUseBlock(_call_id(delta), delta.name, {})
-
-
-def _call_id(call: ToolCall) -> str:
-    return call.id or new_id("toolu_")
+    def _call_id(self, call: ToolCall) -> str:
+        return self.turn.call_id(call, "toolu_")

@@ -65,7 +65,7 @@ REASONING_FORMATS = {
 
 # What a template must have in it, all of a line. The first line that fits counts, so what is
 # special stands before what it shares marks with.
-_TOOL_MARKS = [
+_TOOL_MARKS: list[tuple[str | None, list[str]]] = [
     (HARMONY, ["<|channel|>", "<|message|>"]),
     ("mistral", ["[TOOL_CALLS]"]),
     ("deepseek", [BEGIN]),
@@ -73,14 +73,16 @@ _TOOL_MARKS = [
     ("gemma", ["<start_function_call>"]),
     ("glm", ["<tool_call>", "<arg_key>"]),
     ("qwen3_coder", ["<tool_call>", "<function=", "<parameter="]),
-    ("hermes", ["<tool_call>", "arguments"]),
+    (None, ["<tool_calls>["]),  # Apriel's, which has the next lines' marks in its instructions
+    ("hermes", ["<tool_call>", '{"name": ']),
+    ("hermes", ["<tool_call>", r"{\"name\": "]),
     ("pythonic", ["<|tool_call_start|>"]),
     ("pythonic", ["<|tool_list_start|>"]),
     ("pythonic", ["[func_name1("]),
     ("llama3_json", ['{"name": function name, "parameters": ']),
     ("tool_code", ["```tool_code"]),
 ]
-_REASONING_MARKS = [
+_REASONING_MARKS: list[tuple[str | None, list[str]]] = [
     (HARMONY, ["<|channel|>", "<|message|>"]),
     ("mistral", ["[THINK]"]),
     ("gemma", ["<|channel>", "<channel|>"]),
@@ -98,7 +100,7 @@ def detect_reasoning_format(template: str) -> str | None:
     return _detect(_REASONING_MARKS, template)
 
 
-def _detect(marks: list[tuple[str, list[str]]], template: str) -> str | None:
+def _detect(marks: list[tuple[str | None, list[str]]], template: str) -> str | None:
     return next((name for name, all_of in marks if all(m in template for m in all_of)), None)
 
 

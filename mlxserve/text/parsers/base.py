@@ -145,7 +145,6 @@ class OutputParser:
     def _calls(self, calls: Calls) -> Steps[bool]:
         """Read calls and tell them. False if there is something else, which is told as content."""
         read = self._read
-        opened = read.at
         try:
             for call in calls:
                 if call is None:
@@ -156,8 +155,7 @@ class OutputParser:
                 self._part()
                 read.begin(read.at)
         except Malformed as error:
-            # Reading goes on after what was read: no text is looked at twice.
-            read.at = max(read.at, opened)
+            # Reading goes on where it stands: no text is looked at twice.
             reason = None if isinstance(error, NotACall) else str(error)
             self._say(Content, read.text[read.start : read.at], reason)
             read.done()

@@ -38,19 +38,20 @@ class Pythonic(ToolFormat):
     def read(self, read: Reader, opening: str) -> Calls:
         """See `ToolFormat.read`."""
         calls = []
-        if opening != "[":
+        bare = opening == "["
+        if not bare:
             yield from read.expect("[")
         following = ","
         while following == ",":
             yield from read.skip_space()
-            name = yield from read.match(_WORD)
-            if opening == "[" and (name not in self.tools or not (yield from read.accept("("))):
+            name = yield from (read.match(_WORD) if bare else read.name())
+            if bare and (name not in self.tools or not (yield from read.accept("("))):
                 raise NotACall("another list")
-            if opening != "[":
+            if not bare:
                 yield from read.expect("(")
             calls.append(Call(name, (yield from _arguments(read))))
             following = yield from read.expect(",", "]")
-        if opening != "[":
+        if not bare:
             yield from read.expect_or_end(self.closes[opening])
         yield from calls
 

@@ -334,9 +334,9 @@ GOLDENS = {
     "qwen3_coder without the outer tag": _golden(
         "qwen3_coder",
         None,
-        "<function=get_weather>\n<parameter=city>\n\n<x>\n</parameter> y\n</parameter>\n"
+        "<function=get_weather>\n<parameter=city>\n\n<x>\n</parameter> y \n\n</parameter>\n"
         "</function>\n</tool_call>\nBye.",
-        calls=[("get_weather", {"city": "\n<x>\n</parameter> y"})],
+        calls=[("get_weather", {"city": "\n<x>\n</parameter> y \n"})],
         content="Bye.",
     ),
     "cut in the closing tag": _golden(

@@ -65,6 +65,7 @@ WRONG = [
     ("pythonic", "[get_time(a=open('x'))]", "valid JSON"),
     ("pythonic", "[get_time(a='\\x')]", "isn't Python's"),
     ("pythonic", "[get_time(a={1: 2})]", "a key in quotes"),
+    ("pythonic", "<|python_start|>[(a=1)]<|python_end|>", "'(' where a name"),
     ("tool_code", "```tool_code\nimport os\n```", "'o' where '('"),
     ("llama3_json", '{"name": "get_time", "parameters": 5}', "no object"),
     ("llama3_json", '{"name": "get_time", "parameters": {', "ends early"),
@@ -105,7 +106,10 @@ def test_calls_before_one_that_is_cut_off_are_read():
     output = Output(tool_format="deepseek", reasoning_format=None, text=cut)
     deltas = parse(output, [cut])
     assert [name for name, _ in calls_in(deltas)] == ["get_weather", "write_note"]
-    assert "get_time" in text_in(deltas, Content)
+    content = text_in(deltas, Content)
+    assert content.startswith("Let me see.")
+    assert "get_time" in content
+    assert "write_note" not in content
 
 
 @pytest.mark.parametrize(
@@ -197,7 +201,7 @@ def mutated(draw: st.DrawFn) -> Output:
     )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(output=mutated(), data=st.data())
 def test_any_text_is_parsed_the_same_however_it_is_cut(output: Output, data: st.DataObject):
     whole = parse(output, [output.text])
