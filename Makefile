@@ -21,7 +21,7 @@ demo: $(VENV)/runtime.stamp
 
 # pytest comes last: the end of its output is what CI and people read.
 test: lint model
-	@$(RUN) pytest -m 'not slow'
+	@$(RUN) pytest -n 2 -m 'not slow'
 
 check: lint
 	@$(RUN) tests.support.sizes

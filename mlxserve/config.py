@@ -21,6 +21,7 @@ huggingface_hub reads its own, which apply to models of the Hub: HF_HOME (their 
 HF_ENDPOINT and HF_HUB_DOWNLOAD_TIMEOUT are the ones of most use.
 """
 
+import ipaddress
 import math
 import os
 from collections.abc import Mapping
@@ -227,8 +228,10 @@ class ServerConfig:
     api_keys: one of them must come with each request; each is a tenant. None: no key is needed.
     requests_per_minute, tokens_per_minute: of one tenant at the most.
     strict: refuse fields that nobody knows, rather than name them in a header.
-    max_body_bytes, body_timeout_s: of a request's body; max_tools: tools in it.
+    max_body_bytes, body_timeout_s: of a request's body, whose text takes a hundred times its size
+        while it is made into tokens; max_tools: tools in it.
     header_timeout_s: for a request's head, and for the next one on a connection that is kept.
+    send_timeout_s: for a client that stops reading its answer.
     grace_s: how long running answers may go on after SIGTERM.
     tool_format, reasoning_format: how the model writes tool calls and reasoning; None: what its
         chat template shows.
@@ -245,10 +248,11 @@ class ServerConfig:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     strict: bool = False
-    max_body_bytes: int = 16 << 20
+    max_body_bytes: int = 4 << 20
     body_timeout_s: float = 60.0
     max_tools: int = 128
     header_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0
     grace_s: float = 30.0
     tool_format: str | None = None
     reasoning_format: str | None = None
@@ -264,7 +268,7 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RequestError(f"{name} is {value}; it must be at least 1")
-        for name in ("body_timeout_s", "header_timeout_s", "grace_s"):
+        for name in ("body_timeout_s", "header_timeout_s", "send_timeout_s", "grace_s"):
             value = getattr(self, name)
             if not (_is_number(value) and 0 < value <= MAX_WAIT_S):
                 raise RequestError(
@@ -276,6 +280,14 @@ class ServerConfig:
                     f"an API key of {len(key)} characters; it needs at least {MIN_KEY_CHARS}, of "
                     "printable ASCII"
                 )
+
+    @property
+    def local(self) -> bool:
+        """Whether it listens to this machine only."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host.lower() == "localhost"
 
 
 def _is_number(value: object) -> bool:

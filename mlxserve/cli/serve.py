@@ -18,8 +18,8 @@ EPILOG = """\b
 Examples:
   mlxserve serve
   mlxserve serve --port 8000 --kv-bits 8 --max-batch 16
-  MLXSERVE_API_KEYS=k1,k2 mlxserve serve --host 0.0.0.0
-  curl localhost:8080/v1/chat/completions -H 'Content-Type: application/json' \\
+  MLXSERVE_API_KEYS=long-key-1,long-key-2 mlxserve serve --host 0.0.0.0
+  curl localhost:8080/v1/chat/completions \\
     -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 """
 
@@ -57,7 +57,7 @@ def serve(
     cors_origin: Annotated[
         Texts, _network("--cors-origin", metavar="URL", help="Of pages that may ask. Repeatable.")
     ] = None,
-    max_body_mb: Annotated[int, _network_n("--max-body-mb", help="Of one request.")] = 16,
+    max_body_mb: Annotated[int, _network_n("--max-body-mb", help="Of one request.")] = 4,
     grace: Annotated[
         float, _network_s("--grace", help="For running answers, after SIGTERM.")
     ] = 30.0,
@@ -127,7 +127,10 @@ def serve(
     sampling = {field: value for field, value in given.items() if value is not None}
     SamplingParams(**sampling)
     settings = ServerConfig(
-        names=tuple(served_name or [Path(name).name if Path(name).exists() else name]),
+        names=tuple(
+            terminal.check_text("--served-name", given)
+            for given in served_name or [Path(name).name if Path(name).exists() else name]
+        ),
         sampling=sampling,
         host=terminal.check_text("--host", host),
         port=port,
@@ -157,6 +160,7 @@ def _serve(
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     for noisy in ("uvicorn", "httpx"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that hangs up
     with run.listen(settings) as at:
         from mlxserve.cli import models
 
@@ -167,6 +171,10 @@ def _serve(
 
             def on_ready(url: str) -> None:
                 if not quiet:
+                    if not (settings.local or settings.api_keys):
+                        terminal.note(
+                            "other machines may ask without a key; --api-key asks for one"
+                        )
                     terminal.note(f"{settings.names[0]} at {url}/v1; Ctrl-C ends the server")
 
             return run.serve(llm, settings, at, on_ready)

@@ -6,8 +6,11 @@ import asyncio
 from importlib.metadata import version
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from mlxserve.config import ServerConfig
@@ -19,6 +22,7 @@ from mlxserve.server.formats import Formats
 from mlxserve.server.gate import Gate
 from mlxserve.server.journal import Journal
 from mlxserve.server.metrics import Metrics
+from mlxserve.server.problems import Problem, response
 from mlxserve.server.service import Service
 from mlxserve.server.tenants import Tenants
 
@@ -50,7 +54,8 @@ def make_app(llm: LLM, config: ServerConfig) -> Starlette:
         formats=Formats.of(llm.tokenizer, config.tool_format, config.reasoning_format),
         openapi=openapi.document(version("mlxserve")),
     )
-    journal = Journal(metrics, config.log_format, prompts=config.log_prompts)
+    paths = frozenset(route.path for route in ROUTES)
+    journal = Journal(metrics, paths, config.log_format, prompts=config.log_prompts)
     middleware = [Middleware(Gate, config=config, tenants=served.tenants, journal=journal)]
     if config.cors_origins:
         middleware.insert(
@@ -62,6 +67,19 @@ def make_app(llm: LLM, config: ServerConfig) -> Starlette:
                 allow_headers=["*"],
             ),
         )
-    app = Starlette(routes=ROUTES, middleware=middleware)
+    app = Starlette(
+        routes=ROUTES, middleware=middleware, exception_handlers={HTTPException: _no_such_route}
+    )
+    app.router.redirect_slashes = False
     app.state.service = served
     return app
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    """404 and 405, in the form that all other problems have."""
+    assert isinstance(error, HTTPException)
+    asked = f"{request.method} {request.url.path}"
+    problem = Problem(error.status_code, f"{asked} is nothing here; /openapi.json lists what is")
+    answer = response(problem, request.url.path)
+    answer.headers.update(error.headers or {})
+    return answer

@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from mlxserve.answers import Answer
 from mlxserve.llm import LLM
-from mlxserve.server.problems import Problem
 from mlxserve.types import TokenOut
-
-MAX_BEHIND = 4096
-"""Deliveries that may wait for a client who doesn't read; with more, its answers are ended."""
 
 BEGIN_S = 2.0
 """How long a refusal may take and still be a status; then the head of a stream is written."""
@@ -64,8 +61,7 @@ class Delivery:
     """The answers to one HTTP request, as they come, between `start` and `close`.
 
     Iterating gives (index of the answer, the text that is new, what the engine delivered), or None
-    after PING_S of silence. Raises what the engine reports, and Problem for a client that went away
-    or doesn't read.
+    after PING_S of silence. Raises what the engine reports, and what `fail` was given.
     """
 
     def __init__(self, llm: LLM, mailbox: Mailbox, answers: Sequence[Answer]) -> None:
@@ -97,8 +93,6 @@ class Delivery:
 
     def take_in(self, out: TokenOut) -> None:
         self._arrived.append(out)
-        if len(self._arrived) > MAX_BEHIND:
-            self.fail(Problem(408, f"the client is {MAX_BEHIND} tokens behind; read faster"))
         self._event.set()
 
     def fail(self, error: Exception) -> None:
@@ -145,6 +139,8 @@ class Delivery:
         answer = self.answers[index]
         was_stopped = answer.stopped
         piece = answer.feed(out)
+        if was_stopped:  # drawn before the engine knew; it is no part of the answer
+            out = replace(out, token_id=None, logprob=None)
         if answer.stopped and not was_stopped:
             self._llm.abort([answer])
         if out.last:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from urllib.parse import urlsplit
 
@@ -17,6 +18,7 @@ OPEN_PATHS = ("/health", "/ready", "/metrics", "/openapi.json")
 """Those that need no key: probes and scrapers have none."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""This machine's names for itself."""
 
 
 class Gate:
@@ -33,6 +35,8 @@ class Gate:
         self._tenants = tenants
         self._journal = journal
         self._hosts = None if "*" in config.allowed_hosts else _hosts(config)
+        any_page = config.api_keys or "*" in config.cors_origins  # keys are what no page has
+        self._origins = None if any_page else frozenset(config.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -49,7 +53,7 @@ class Gate:
         try:
             self._check(scope)
             await self._app(scope, receive, noted)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             problem = problem_of(error)
             if not status and problem.status != 499:  # there is nobody to tell
                 await response(problem, scope["path"])(scope, receive, send)
@@ -64,6 +68,11 @@ class Gate:
             raise Problem(
                 403, f"the Host header is {host[:100]!r}; start the server with --allowed-host"
             )
+        origin = headers.get("origin")
+        if origin and not self._may_ask(origin, host):
+            raise Problem(
+                403, f"the page is of {origin[:100]!r}; start the server with --cors-origin"
+            )
         if scope["path"] in OPEN_PATHS:
             return
         tenant = self._tenants.of(headers.get("authorization"), headers.get("x-api-key"))
@@ -71,11 +80,18 @@ class Gate:
             self._tenants.admit(tenant)
         scope["tenant"] = tenant
 
+    def _may_ask(self, origin: str, host: str) -> bool:
+        """Whether a web page may: browsers send simple requests without asking, and only hide the
+        answer, so any page could make the model work."""
+        if self._origins is None or origin in self._origins:
+            return True
+        return origin.partition("://")[2] == host
+
 
 def _hosts(config: ServerConfig) -> frozenset[str] | None:
     """The names to let in, or None for all: a web page must not reach a server on this machine by
     a name that its owner has pointed here (DNS rebinding)."""
-    if config.host not in LOOPBACK and not config.allowed_hosts:
+    if not config.local and not config.allowed_hosts:
         return None
     return frozenset({*LOOPBACK, config.host, *(name.lower() for name in config.allowed_hosts)})
 

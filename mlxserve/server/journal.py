@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Set
 from typing import Any
 
 from starlette.types import Scope
@@ -22,18 +23,22 @@ QUIET_PATHS = ("/health", "/ready", "/metrics")
 class Journal:
     """Writes a line per request to the `mlxserve.access` logger, as text or as JSON.
 
-    prompts: with the ids of prompts, which are left out otherwise, as are all texts.
+    paths: those that are counted by name; any other is "other". prompts: with the ids of prompts,
+    which are left out otherwise, as are all texts.
     """
 
-    def __init__(self, metrics: Metrics, log_format: str, *, prompts: bool) -> None:
+    def __init__(
+        self, metrics: Metrics, paths: Set[str], log_format: str, *, prompts: bool
+    ) -> None:
         self._metrics = metrics
+        self._paths = paths
         self._as_json = log_format == "json"
         self._prompts = prompts
 
     def note(self, scope: Scope, status: int, started_s: float) -> None:
         """A request is over. status: 499 if the client went away before the answer began."""
         took_s = time.perf_counter() - started_s
-        path = scope["path"] if "endpoint" in scope else "other"
+        path = scope["path"] if scope["path"] in self._paths else "other"
         self._metrics.requests.labels(path, str(status)).inc()
         self._metrics.end_to_end.observe(took_s)
         if path in QUIET_PATHS and status == 200:

@@ -16,6 +16,15 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 3
 GAPS_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 
 
+GATEWAY_NAMES = {
+    "vllm:num_requests_running": "mlxserve_requests_running",
+    "vllm:num_requests_waiting": "mlxserve_requests_waiting",
+    "vllm:kv_cache_usage_perc": "mlxserve_kv_cache_utilization",
+}
+"""What the Gateway API inference extension reads by default to choose a server (its proposal 003,
+"Model Server Protocol"), beside our own names."""
+
+
 class Metrics:
     """Counts of one server. Used on the event loop's thread."""
 
@@ -99,6 +108,8 @@ class _Engine(Collector):
             "mlxserve_step_seconds": ("Seconds with steps under way.", now.busy_s),
             "mlxserve_step_gap_seconds": ("Of these, waiting for the next.", now.gap_s),
         }
+        for name, ours in GATEWAY_NAMES.items():
+            gauges[name] = gauges[ours]
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
         for name, (text, value) in counters.items():

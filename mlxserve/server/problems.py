@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import re
 from typing import Any
 
@@ -14,6 +16,9 @@ from mlxserve.errors import CapacityError, ContextError, EngineDead, ModelError,
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+MAX_MESSAGE_CHARS = 1000
+MAX_PARAM_CHARS = 100
+SHUTTING_DOWN = "the server is shutting down; try another"
 
 _KINDS = {
     401: "authentication_error",
@@ -37,9 +42,9 @@ class Problem(Exception):  # noqa: N818 (most of them are the client's)
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = _short(message, MAX_MESSAGE_CHARS)
         self.code = code
-        self.param = param
+        self.param = param and _short(param, MAX_PARAM_CHARS)
         self.retry_after_s = retry_after_s
 
     @property
@@ -47,10 +52,15 @@ class Problem(Exception):  # noqa: N818 (most of them are the client's)
         """When to try again, and how to say who one is."""
         headers = {}
         if self.retry_after_s is not None:
-            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return headers
+
+
+def _short(text: str, limit: int) -> str:
+    """What a client sent may be part of a message, and as long as a body may be."""
+    return text if len(text) <= limit else f"{text[:limit]}..."
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -68,6 +78,8 @@ def problem_of(error: BaseException) -> Problem:
             return Problem(503, str(error), retry_after_s=10 * RETRY_AFTER_S)
         case ModelError():
             return Problem(500, str(error))
+        case asyncio.CancelledError():  # what still runs when the server ends
+            return Problem(503, SHUTTING_DOWN, retry_after_s=RETRY_AFTER_S)
     logger.error("a request failed", exc_info=error)
     return Problem(500, f"the server failed ({type(error).__name__}); its log says where")
 

@@ -10,20 +10,26 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from mlxserve.config import ServerConfig
 from mlxserve.errors import RequestError
 from mlxserve.llm import LLM
 from mlxserve.server.app import make_app
+from mlxserve.server.protocol import Protocol
 
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-"""Of Python's threads. A busy one took a step from 3 to 10 ms with the usual 5; to 4 with this."""
+"""Of Python's threads: beside a busy one a step took 10 ms with the usual 5 ms, and 4 with this."""
 
 BACKLOG = 2048
+
+LAST_WORDS_S = 2
+"""After the engine's death, for telling clients of it."""
 
 
 def listen(config: ServerConfig) -> socket.socket:
@@ -31,10 +37,11 @@ def listen(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name that can't be one is a UnicodeError
+        reason = getattr(error, "strerror", None) or error
         raise RequestError(
-            f"can't listen at {config.host}:{config.port}: {error.strerror or error}; choose "
-            "another --port or --host"
+            f"can't listen at {config.host}:{config.port}: {reason}; choose another --port or "
+            "--host"
         ) from None
 
 
@@ -60,7 +67,7 @@ def serve(
             signal.signal(sig, handler)
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn, which tells the app when it begins to shut down: then new requests are refused."""
 
     on_shutdown: Callable[[], None] = staticmethod(lambda: None)
@@ -70,47 +77,53 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)  # type: ignore[arg-type]
 
 
-async def _serve(
-    llm: LLM, config: ServerConfig, at: socket.socket, on_ready: Callable[[str], None]
-) -> int:
-    app = make_app(llm, config)
-    served = app.state.service
-    server = _Server(
+def make_server(app: ASGIApp, config: ServerConfig) -> Server:
+    """uvicorn, as this server needs it."""
+    return Server(
         uvicorn.Config(
             app,
             access_log=False,
             log_config=None,
             lifespan="off",
             server_header=False,
-            timeout_keep_alive=int(config.header_timeout_s),
-            timeout_graceful_shutdown=int(config.grace_s),
+            http=partial(Protocol, limits=config),  # type: ignore[arg-type]
+            ws="none",
+            timeout_keep_alive=config.header_timeout_s,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=config.grace_s,  # type: ignore[arg-type]
         )
     )
+
+
+async def _serve(
+    llm: LLM, config: ServerConfig, at: socket.socket, on_ready: Callable[[str], None]
+) -> int:
+    app = make_app(llm, config)
+    served = app.state.service
+    server = make_server(app, config)
+    loop, reasons = asyncio.get_running_loop(), []
 
     def drain() -> None:
         served.draining = True
 
-    server.on_shutdown = drain
-    loop, died = asyncio.get_running_loop(), False
-
     def watch() -> None:
-        nonlocal died
         failure = llm.wait()
         if failure is None and server.should_exit:
             return
-        died = True
-        logger.error("the engine has stopped: %s; the server ends", failure or "it was closed")
-        with contextlib.suppress(RuntimeError):
+        reasons.append(failure or "it was closed")
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server ends anyway
             loop.call_soon_threadsafe(stop)
 
     def stop() -> None:
-        drain()
-        server.should_exit = True
+        served.draining = server.should_exit = True
+        server.config.timeout_graceful_shutdown = LAST_WORDS_S
 
+    server.on_shutdown = drain
     threading.Thread(target=watch, name="mlxserve-watch", daemon=True).start()
     on_ready(_url(at))
     await server.serve(sockets=[at])
-    return int(died)
+    for reason in reasons:
+        logger.error("the engine has stopped: %s; the server ends", reason)
+    return int(bool(reasons))
 
 
 def _url(at: socket.socket) -> str:

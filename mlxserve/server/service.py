@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -20,7 +20,14 @@ from mlxserve.llm import LLM
 from mlxserve.server.delivery import Delivery, Mailbox
 from mlxserve.server.formats import Formats
 from mlxserve.server.metrics import Metrics
-from mlxserve.server.problems import Problem, body_of, invalid, problem_of
+from mlxserve.server.problems import (
+    RETRY_AFTER_S,
+    SHUTTING_DOWN,
+    Problem,
+    body_of,
+    invalid,
+    problem_of,
+)
 from mlxserve.server.tenants import Tenants
 from mlxserve.types import TokenOut
 
@@ -71,7 +78,7 @@ class Service:
     def check_open(self) -> None:
         """Raise Problem once the server is on its way out."""
         if self.draining:
-            raise Problem(503, "the server is shutting down; try another", retry_after_s=5)
+            raise Problem(503, SHUTTING_DOWN, retry_after_s=RETRY_AFTER_S)
 
 
 def service(request: Request) -> Service:
@@ -109,6 +116,8 @@ async def read(request: Request) -> bytes:
         raise Problem(
             408, f"the body didn't come in {config.body_timeout_s:g} s; send it faster"
         ) from None
+    except ClientDisconnect:
+        raise Problem(499, "the client went away") from None
     return b"".join(parts)
 
 
@@ -236,7 +245,7 @@ async def _written(
                     yield _line(data, name)
                 case _:
                     yield _line(event)
-    except Exception as error:
+    except (Exception, asyncio.CancelledError) as error:
         body = body_of(problem_of(error), path)
         yield _line(body, "error" if "type" in body else None)
     else:

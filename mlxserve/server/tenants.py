@@ -7,6 +7,7 @@ import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import ceil
 
 from mlxserve.server.problems import Problem
 
@@ -96,7 +97,7 @@ class Tenants:
             if allowance is not None and (wait_s := allowance.wait_s(now_s)) > 0:
                 raise Problem(
                     429,
-                    f"over {allowance.per_minute} {what} per minute; wait {wait_s:.0f} s",
+                    f"over {allowance.per_minute} {what} per minute; wait {ceil(wait_s)} s",
                     code="rate_limit_exceeded",
                     retry_after_s=wait_s,
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,8 @@ from mlxserve.text.tokenizer import Tokenizer
 from mlxserve.text.tool_grammar import ToolGrammar
 from mlxserve.types import FinishReason, SamplingParams
 
-OURS = ("messages", "tools", "documents", "add_generation_prompt", "template_name")
+OURS = frozenset(inspect.signature(Tokenizer.render_chat).parameters)
+"""What no variable of a template may be called: arguments of our own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ def prompt_of(
         if name in variables:
             raise Problem(
                 400,
-                f"chat_template_kwargs has {name!r}, which is not the template's to choose",
+                f"chat_template_kwargs has {name!r}, which can't be set there; leave it out",
                 param="chat_template_kwargs",
             )
     offered: list[dict[str, Any]] | None = list(tools.offered) or None

@@ -187,6 +187,7 @@ MUTANTS = {
     types: [
         ("return self.adapter, self.tenant", "return self.adapter, ''"),
         ("return self.adapter, self.tenant", "return '', self.tenant"),
+        ("self.tenant, self.cache_salt\n", "self.tenant, ''\n"),
     ],
     scheduler: [
         ("if self.manager.recurrent:", "if False:"),

@@ -106,6 +106,7 @@ def test_another_tenant_finds_nothing_and_needs_all_the_room():
     cache.engine.drain()
     assert cache.ask(TEXT[:9], tenant="c") == 0
     assert cache.ask(TEXT[:9], tenant="a", adapter="a") == 0
+    assert cache.ask(TEXT[:9], tenant="a", cache_salt="a") == 0
 
 
 def test_the_page_that_was_of_no_use_for_longest_goes_first():
@@ -189,7 +190,7 @@ def test_of_too_many_pins_the_one_that_ends_first_goes():
     cache.ask(TEXT[:4])
     manager = cache.manager
     for n in range(MAX_PINS + 2):
-        assert manager.pin(n, ("", ""), TEXT[:4], 1e6 - n) == 4
+        assert manager.pin(n, ("", "", ""), TEXT[:4], 1e6 - n) == 4
     cache.ask(TEXT[:2])
     assert set(manager.shared.pins) == set(range(MAX_PINS))
 

@@ -12,15 +12,8 @@ from mlxserve.types import SamplingParams
 
 IN_PYTHON_ONLY = {"logprobs", "top_logprobs", "n", "best_of", "grammar"}
 HEAVY = (
-    "mlx",
-    "numpy",
-    "jinja2",
-    "tokenizers",
-    "llguidance",
-    "torch",
-    "transformers",
-    "rich",
-    "prompt_toolkit",
+    *("mlx", "numpy", "jinja2", "tokenizers", "torch", "transformers", "rich", "prompt_toolkit"),
+    *("uvicorn", "starlette", "msgspec", "llguidance"),
 )
 
 
@@ -28,7 +21,8 @@ def test_help_lists_the_commands(cli):
     done = cli("--help")
     assert done.code == 0
     assert done.stderr == ""
-    for command in ("generate", "chat", "eval", "plan", "pull", "ls", "rm", "doctor", "cache"):
+    commands = ("generate", "chat", "serve", "eval", "plan", "pull", "ls", "rm", "doctor", "cache")
+    for command in commands:
         assert f"\n  {command} " in done.stdout
     assert "mlxserve generate --prompt" in done.stdout
 
@@ -71,12 +65,12 @@ def test_chat_help_shows_examples(here):
     assert "mlxserve chat --system 'Answer in one sentence.'" in here("chat", "--help").stdout
 
 
-@pytest.mark.parametrize("command", ["chat", "eval"])
+@pytest.mark.parametrize("command", ["chat", "eval", "serve"])
 def test_help_fits_the_screen(here, command):
     done = here(command, "--help")
     assert done.code == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert "[default: smollm2-135m]" in done.stdout
+    assert "[default: smollm2-135m]" in " ".join(done.stdout.split())
 
 
 def test_chat_takes_every_option_of_sampling(here):
@@ -85,7 +79,7 @@ def test_chat_takes_every_option_of_sampling(here):
         assert option in shown
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "eval", "cache build"])
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "eval", "cache build"])
 def test_commands_that_load_a_model_take_every_option_of_its_cache(here, command):
     shown = here(*command.split(), "--help").stdout
     assert "Cache and memory:" in shown
@@ -93,8 +87,8 @@ def test_commands_that_load_a_model_take_every_option_of_its_cache(here, command
         assert f"  --{option}" in shown
     for option in ("memory GIB", "trace FILE"):
         assert f"  --{option}" in shown
-    assert ("--prompt-cache" in shown) == (command in ("generate", "chat"))
-    assert ("--no-prefix-cache" in shown) == (command == "chat")
+    assert ("--prompt-cache" in shown) == (command in ("generate", "chat", "serve"))
+    assert ("--no-prefix-cache" in shown) == (command in ("chat", "serve"))
     assert max(map(len, shown.splitlines())) <= 80
 
 
@@ -112,6 +106,7 @@ def test_plan_help_groups_its_numbers(here):
         ["--help"],
         ["generate", "--help"],
         ["chat", "--help"],
+        ["serve", "--help"],
         ["plan", "--help"],
         ["cache", "--help"],
     ],

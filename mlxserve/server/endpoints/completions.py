@@ -96,17 +96,20 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Texts, list[st
 
 
 def _prompts(given: str | list[Any]) -> list[Any]:
-    """One or several prompts, text or ids each. Raises RequestError."""
+    """One or several prompts, text or ids each. Raises RequestError, Problem."""
     if isinstance(given, str):
         return [given]
     if not given:
         raise RequestError("the prompt is empty; give at least one token")
     several = [isinstance(one, str | list) for one in given]
-    if all(several):
-        return given
-    if any(several):
+    if any(several) and not all(several):
         raise Problem(400, "prompt mixes token ids with texts; send one kind", param="prompt")
-    return [given]
+    prompts = given if all(several) else [given]
+    if any(isinstance(part, dict) for prompt in prompts for part in prompt[:1]):
+        raise Problem(
+            400, "prompt has messages; send those to /v1/chat/completions", param="prompt"
+        )
+    return prompts
 
 
 @dataclass(eq=False)

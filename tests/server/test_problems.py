@@ -1,0 +1,291 @@
+"""What can't be answered: OpenAI's statuses and shape, as its client raises them."""
+
+import threading
+
+import openai
+import pytest
+
+import mlxserve
+from mlxserve.server.problems import Problem
+from mlxserve.server.tenants import Tenants
+from tests.support.serving import NAME, serving, wait_until
+
+LONG = {"max_tokens": 1500, "temperature": 0.0, "ignore_eos": True}
+
+
+def error_of(response, status):
+    """The error of a response, which must have all its fields."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert "\n" not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "param"),
+    [
+        ({"prompt": ""}, ["the prompt is empty"], None),
+        ({"prompt": []}, ["the prompt is empty"], None),
+        ({"prompt": [[]]}, ["the prompt is empty"], None),
+        ({}, ["prompt"], None),
+        ({"prompt": 5}, ["prompt", "int"], "prompt"),
+        ({"prompt": ["a", 1]}, ["prompt mixes"], "prompt"),
+        ({"prompt": [1, "a"]}, ["prompt mixes"], "prompt"),
+        ({"prompt": [1.5]}, ["1.5 among token ids"], None),
+        ({"prompt": [True]}, ["True among token ids"], None),
+        ({"prompt": [-1]}, ["prompt token id -1 is out of range"], None),
+        ({"prompt": [10**30]}, ["out of range"], None),
+        ({"prompt": [{"role": "user", "content": "x"}]}, ["/v1/chat/completions"], "prompt"),
+        ({"prompt": [[{"role": "user"}]]}, ["/v1/chat/completions"], "prompt"),
+        ({"prompt": ["x"] * 129}, ["129 prompts", "over 128"], None),
+        ({"prompt": ["x"] * 65, "n": 2, "temperature": 1}, ["over 128"], None),
+        ({"prompt": "x", "stop": 5}, ["stop", "int"], "stop"),
+        ({"prompt": "x", "stop": ["a"] * 17}, ["17 stop strings"], None),
+        ({"prompt": "x", "stop": [""]}, ["stop string ''"], None),
+        ({"prompt": "x", "logit_bias": {"99999": 1}}, ["logit_bias token id 99999"], None),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, ["logit_bias has 'a'"], "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"1": "a"}}, ["logit_bias"], "logit_bias[...]"),
+        ({"prompt": "x", "top_k": 100_000}, ["top_k is 100000", "vocabulary"], None),
+        ({"prompt": "x", "top_k": 1.5}, ["top_k"], "top_k"),
+        ({"prompt": "x", "temperature": -1}, ["temperature is -1"], None),
+        ({"prompt": "x", "temperature": "hot"}, ["temperature", "str"], "temperature"),
+        ({"prompt": "x", "max_tokens": 0}, ["max_tokens is 0"], None),
+        ({"prompt": "x", "max_tokens": True}, ["max_tokens", "bool"], "max_tokens"),
+        ({"prompt": "x", "n": 0}, ["n is 0"], None),
+        ({"prompt": "x", "n": 2, "temperature": 0}, ["n is 2", "temperature"], None),
+        ({"prompt": "x", "n": 129}, ["n is 129"], None),
+        ({"prompt": "x", "n": 3, "best_of": 2}, ["best_of is 2"], None),
+        ({"prompt": "x", "seed": -1}, ["seed is -1"], None),
+        ({"prompt": "x", "seed": 2**70}, ["seed is"], None),
+        ({"prompt": "x", "logprobs": 21}, ["logprobs is 21"], None),
+        ({"prompt": "x", "stream": "yes"}, ["stream", "str"], "stream"),
+        ({"prompt": "x", "stream_options": {}}, ["stream: true"], "stream_options"),
+        ({"prompt": "x", "priority": 101}, ["priority is 101"], None),
+        ({"prompt": "x", "ttft_budget_s": 0}, ["ttft_budget_s is 0"], None),
+        ({"prompt": "x", "cache_salt": "s" * 257}, ["cache_salt"], "cache_salt"),
+        ({"prompt": "x", "stop_token_ids": [-1]}, ["stop token id is -1"], None),
+        ({"prompt": "x", "stop_token_ids": [99999]}, ["stop token id 99999"], None),
+        ({"prompt": "x", "suffix": "y"}, ["suffix"], "suffix"),
+        ({"prompt": "x", "model": 5}, ["model", "int"], "model"),
+    ],
+)
+def test_a_wrong_value_is_named(server, body, words, param):
+    error = error_of(server.complete(**body), 400)
+    assert error["type"] == "invalid_request_error"
+    assert all(word in error["message"] for word in words), error
+    assert error["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, ["messages"]),
+        ({"messages": []}, ["messages is empty"]),
+        ({"messages": "Hi"}, ["messages", "array", "str"]),
+        ({"messages": [5]}, ["messages", "int"]),
+        ({"messages": [{"content": "x"}]}, ["role"]),
+        ({"messages": [{"role": "user"}]}, ["no content"]),
+        ({"messages": [{"role": "user", "content": 5}]}, ["content is a int"]),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ["image_url"]),
+        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, ["logprobs: true"]),
+        ({"messages": [{"role": "user", "content": "x"}], "prompt": "x"}, []),
+    ],
+)
+def test_a_wrong_chat_is_named(server, body, words):
+    response = server.http.post("/v1/chat/completions", json={"max_tokens": 1, **body})
+    if not words:  # a field of the other endpoint is one that nobody knows here
+        assert response.headers["x-mlxserve-ignored"] == "prompt"
+        return
+    error = error_of(response, 400)
+    assert all(word in error["message"] for word in words), error
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "harmless"),
+    [
+        ("functions", [{"name": "f"}], [None]),
+        ("function_call", "auto", [None, "none"]),
+        ("modalities", ["text", "audio"], [None, ["text"]]),
+        ("store", True, [None, False]),
+        ("audio", {"voice": "a"}, [None]),
+        ("prediction", {"type": "content", "content": "x"}, [None]),
+        ("web_search_options", {}, [None]),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(server, name, value, harmless):
+    error = error_of(server.chat(max_tokens=1, **{name: value}), 400)
+    assert error["message"].startswith(f"{name} can't be honoured")
+    assert error["param"] == name
+    for asks_for_nothing in harmless:
+        got = server.chat(max_tokens=1, **{name: asks_for_nothing})
+        assert got.status_code == 200
+        assert "x-mlxserve-ignored" not in got.headers
+
+
+def test_an_unknown_field_is_named_in_a_header(llm, server):
+    got = server.complete(prompt="x", max_tokens=1, chunk_size=4, **{"ünknown\n": 1})
+    assert got.status_code == 200
+    assert got.headers["x-mlxserve-ignored"] == "chunk_size, ?nknown?"
+    with serving(llm, strict=True) as strict:
+        error = error_of(strict.complete(prompt="x", max_tokens=1, chunk_size=4), 400)
+        assert error["message"] == "unknown field 'chunk_size'; leave it out"
+        assert error["param"] == "chunk_size"
+        assert strict.complete(prompt="x", max_tokens=1, chunk_size=None).status_code == 200
+
+
+def test_the_clients_exceptions(server, client):
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.completions.create(model=NAME, prompt="x", temperature=-1)
+    assert bad.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="gpt-4", prompt="x")
+    assert missing.value.param == "model"
+    assert "'gpt-4'" in str(missing.value)
+    assert f"'{NAME}'" in str(missing.value)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_too_long_hears_how_long_it_may_be(llm, client, stream):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=NAME, prompt="x" * 3000, stream=stream)
+    assert caught.value.code == "context_length_exceeded"
+    assert "3000" in str(caught.value)
+    assert str(llm.context_tokens - 1) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1", 404),
+        ("POST", "/chat/completions", 404),
+        ("POST", "/v1/completions/", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/v1/models/../../etc/passwd", 404),
+        ("GET", "/v1/models/%00%ff", 404),
+        ("GET", "/v1/completions", 405),
+        ("PUT", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405),
+        ("OPTIONS", "/v1/completions", 405),
+        ("POST", "/health", 405),
+        ("BREW", "/v1/models", 405),
+    ],
+)
+def test_wrong_paths_and_methods(server, method, path, status):
+    response = server.http.request(method, path)
+    error = error_of(response, status)
+    assert error["param"] in (None, "model")
+    if status == 405:
+        assert response.headers["allow"]
+
+
+def test_head_is_get_without_a_body(server):
+    got = server.http.head("/v1/models")
+    assert (got.status_code, got.content) == (200, b"")
+    assert server.http.head("/nowhere").status_code == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_says_when_to_come_again(tiny_model_dir, stream):
+    with mlxserve.load(tiny_model_dir, max_batch=1, max_queue=1) as llm, serving(llm) as server:
+        url = f"{server.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            held = client.completions.create(
+                model=NAME,
+                prompt="x",
+                max_tokens=1900,
+                stream=True,
+                extra_body={"ignore_eos": True},
+            )
+            wait_until(lambda: llm.stats().running == 1, "the first runs")
+            waiting = threading.Thread(target=lambda: server.complete(prompt="x", max_tokens=1))
+            waiting.start()
+            wait_until(lambda: len(server.service.mailbox) == 2, "the second waits")
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.completions.create(model=NAME, prompt="x", stream=stream)
+            assert caught.value.code == "overloaded"
+            assert int(caught.value.response.headers["retry-after"]) >= 1
+            held.close()
+            waiting.join()
+            assert server.complete(prompt="x", max_tokens=1).status_code == 200
+            wait_until(server.idle, "everything is over")
+
+
+def test_a_budget_that_cannot_be_kept_is_refused_at_once(server):
+    for i in range(8):  # from which the engine learns how long prompts take
+        assert server.complete(prompt=chr(65 + i) * (60 + 100 * i), max_tokens=2).status_code == 200
+    got = server.complete(prompt="x" * 1800, ttft_budget_s=1e-6)
+    error = error_of(got, 429)
+    assert int(got.headers["retry-after"]) >= 1
+    assert "the request allows 1e-06 s" in error["message"]
+    assert server.complete(prompt="x", max_tokens=1, ttft_budget_s=600).status_code == 200
+
+
+def test_rates_are_per_tenant_and_refill():
+    now = 1000.0
+    tenants = Tenants(("key-one-1", "key-two-2"), 2, 100, clock=lambda: now)
+    one, two = tenants.of("Bearer key-one-1", None), tenants.of(None, "key-two-2")
+    tenants.admit(one)
+    tenants.admit(one)
+    with pytest.raises(Problem, match="over 2 requests per minute; wait 30 s") as caught:
+        tenants.admit(one)
+    assert caught.value.headers["Retry-After"] == "30"
+    tenants.admit(two)
+    now += 29.0
+    with pytest.raises(Problem) as caught:
+        tenants.admit(one)
+    assert caught.value.headers["Retry-After"] == "1"
+    now += 1.0
+    tenants.admit(one)
+    two.tokens.take(250)  # what an answer took is known only afterwards
+    with pytest.raises(Problem, match="over 100 tokens per minute") as caught:
+        tenants.admit(two)
+    assert 60 < int(caught.value.headers["Retry-After"]) <= 120
+    now += 120.0
+    tenants.admit(two)
+
+
+def test_rates_over_http(llm):
+    with serving(llm, requests_per_minute=2) as server:
+        assert [server.complete(prompt="x", max_tokens=1).status_code for _ in range(2)] == [
+            200
+        ] * 2
+        got = server.complete(prompt="x", max_tokens=1)
+        error = error_of(got, 429)
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert 1 <= int(got.headers["retry-after"]) <= 30
+        assert server.http.get("/v1/models").status_code == 200
+    with serving(llm, tokens_per_minute=20) as server:
+        assert server.complete(prompt="x" * 30, max_tokens=10).status_code == 200
+        error_of(server.complete(prompt="x", max_tokens=1), 429)
+
+
+def test_a_server_on_its_way_out_refuses(llm):
+    with serving(llm) as server:
+        server.service.draining = True
+        got = server.chat(max_tokens=1)
+        error = error_of(got, 503)
+        assert error["type"] == "server_error"
+        assert int(got.headers["retry-after"]) >= 1
+        assert server.http.get("/ready").status_code == 503
+        assert server.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_over_the_limit(llm, chunked):
+    with serving(llm, max_body_bytes=1000) as server:
+        data = b'{"prompt": "' + b"x" * 200_000 + b'"}'
+        body = iter([data[:500], data[500:]]) if chunked else data
+        error_of(server.http.post("/v1/completions", content=body), 413)
+        assert server.complete(prompt="x", max_tokens=1).status_code == 200
+
+
+def test_a_body_that_does_not_come(llm):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
+    with serving(llm, body_timeout_s=0.3) as server:
+        status, body = server.answer(head + b"{")
+        assert status == 408
+        assert b"0.3 s" in body
