@@ -343,7 +343,7 @@ class CacheManager:
 
     def _snapshot(self, seq: Sequence) -> None:
         """Keep the states at the end of a page, where nothing is computed beyond it yet."""
-        at_border = seq.computed == seq.sealed * self.page_tokens and seq.accepted == seq.computed
+        at_border = seq.computed == seq.sealed * self.page_tokens
         if not self.recurrent or seq.node is None or not seq.sealed or not at_border:
             return
         if seq.node.snapshot != NO_PAGE:

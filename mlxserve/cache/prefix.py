@@ -150,12 +150,9 @@ class PrefixTree:
         node.users -= 1
         self._prune(node)
 
-    def evict_page(self, group: int) -> bool:
-        """Take back the group's page that has been idle longest; False if there is none."""
-        idle = self._pools[group].idle
-        if not idle:
-            return False
-        node = self._node_of[group][next(iter(idle))]
+    def evict_page(self, group: int) -> None:
+        """Take back the group's page that has been idle longest. There must be one."""
+        node = self._node_of[group][next(iter(self._pools[group].idle))]
         if self._groups[group].window is not None:
             self._detach(node, group)
             self._prune(node)
@@ -163,7 +160,6 @@ class PrefixTree:
             raise InvariantError("the oldest idle page has pages after it")
         else:
             self._remove(node)
-        return True
 
     def evict_snapshot(self) -> bool:
         """Take back the slot of the snapshot that has been of no use longest."""

@@ -49,7 +49,6 @@ class Storage:
 
     def reset(self) -> None:
         """Empty arrays in place of the present ones."""
-        self.loads = False  # whether the step being built copies more than seals
         self._moves: dict[int, mx.array] = {}
         self._state: Any = None
         self.hot: dict[int, Sides] = {}
@@ -77,7 +76,6 @@ class Storage:
 
     def prepare(self, plan: StepPlan) -> None:
         """Begin a step's copies, lazily; its seals come with each layer's next write."""
-        self.loads = bool(plan.loads or plan.states)
         for load in plan.loads:
             self._load(load.pages, load.hot)
         if plan.loads:  # else the pool would be copied: what is queued to read it holds it
@@ -127,7 +125,6 @@ class Storage:
 
     def write_states(self, layer: int, slots: mx.array, states: Sequence[mx.array]) -> None:
         """Put them back as they are after the step."""
-        self._state = None
         for array, state in zip(self.states[layer], states, strict=True):
             array[slots] = state.astype(array.dtype)
 
@@ -183,7 +180,11 @@ class Storage:
         return self.arrays()
 
     def state(self, kernels: ModuleType) -> Any:
-        """The arrays for a recorded step, which writes them where they are and seals too."""
+        """The arrays for a recorded step, which writes them where they are and seals too.
+
+        Kept until one of them is replaced: what it holds isn't written in place. Recurrent states
+        are none of them, since their steps can't be recorded.
+        """
         self._moves = {}
         if self._state is None:
             self._state = kernels.State(self.arrays())

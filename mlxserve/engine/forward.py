@@ -48,7 +48,7 @@ class Forward:
         submitted while the one before is under way.
         """
         storage = self._storage
-        if self._native is None or storage.loads:
+        if self._native is None:
             return self.logits(self.hidden(ids, view)), False
         own = [ids, *view.arrays, *storage.moves]
         shape = (*(array.size for array in own), *storage.capacity)

@@ -1,11 +1,16 @@
 """A file is of one kind of cache, and refused by all others; what it holds, the matrix proves."""
 
+from pathlib import Path
+
 import pytest
 
 from mlxserve.errors import RequestError
-from tests.support.caches import KINDS, Asked, Run
+from mlxserve.kernels import registry
+from tests.support.caches import KINDS, Asked, Run, solo
 
+P = 4
 PROMPT = Asked((*range(20), 3), 1, "greedy")
+LONG = Asked((*range(12 * P), 3), 6, "greedy")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -26,3 +31,78 @@ def expect_refusal(run, path, message):
     with pytest.raises(RequestError, match=f"it was made with .*{message}"):
         run.load(path)
     assert run.core.manager.tree.roots == {}
+
+
+def saved(path: Path, tokens: int) -> None:
+    """The pages of LONG as far as so many tokens."""
+    run = Run("full", P)
+    run.alone(LONG)
+    assert run.save(path, LONG.ids[:tokens]) == tokens
+
+
+def test_a_long_prompt_finds_room_in_a_new_engine(tmp_path):
+    """It has more pages than there are arrays for when an engine starts."""
+    path = tmp_path / "prompt.st"
+    saved(path, 12 * P)
+    run = Run("full", P)
+    run.load(path)
+    assert run.alone(LONG).cached == 12 * P
+    assert run.answers["r0"] == solo("full", P, LONG)
+
+
+def test_what_came_from_a_file_stays_while_others_pass(tmp_path):
+    path = tmp_path / "prompt.st"
+    saved(path, 2 * P)
+    run = Run("full", P, pool_pages=6)
+    run.load(path)
+    for first in range(40, 44):
+        run.alone(Asked((first, *range(2 * P)), 2, "greedy"))
+    assert run.alone(Asked((*LONG.ids[: 2 * P], 1), 2, "greedy")).cached == 2 * P
+
+
+recorded = pytest.mark.skipif(
+    registry.recorder() is None, reason="only on machines with native kernels: nothing is recorded"
+)
+
+
+@recorded
+def test_a_recorded_step_reads_what_a_file_brought(tmp_path):
+    """All but one token of the prompt is from the file, and its only step is a recorded one."""
+    path = tmp_path / "prompt.st"
+    saved(path, 2 * P)
+    run = Run("full", P)
+    run.alone(Asked((40, *range(9 * P)), 6, "greedy"))  # the arrays have room for all that follows
+    for _ in range(3):  # the last leaves nothing that is to be sealed
+        run.alone(Asked((50, *range(2 * P)), 6, "greedy"))
+    run.load(path)
+    before, asked = run.recorded, Asked((*LONG.ids[: 2 * P], 1), 1, "greedy")
+    assert run.alone(asked).cached == 2 * P
+    assert run.recorded == before + 1
+    assert run.answers["r4"] == solo("full", P, asked)
+
+
+@recorded
+def test_a_recorded_step_reads_the_part_of_a_page_that_was_copied_for_it():
+    """It joins one that decodes: all but the last token of its prompt is cached, within a page."""
+    run, asked = Run("full", P), Asked(tuple(range(2 * P + 3)), 5, "greedy")
+    for _ in range(3):
+        run.submit(Asked((50, *range(2 * P)), 20, "greedy"))
+        run.step(6)
+        steps, before = len(run.plans), run.recorded
+        seq = run.submit(asked)
+        run.step(2)
+        in_place = run.recorded - before
+        run.drain()
+    assert seq.cached == 2 * P + 2
+    assert run.plans[steps].loads
+    assert in_place == 2
+    for name, one in run.asked.items():
+        assert run.answers[name] == solo("full", P, one)
+
+
+def every_rule(path: Path) -> None:
+    """All but the first of these tests, for those that ask whether a mutant would be seen."""
+    test_a_long_prompt_finds_room_in_a_new_engine(path)
+    test_what_came_from_a_file_stays_while_others_pass(path)
+    test_a_recorded_step_reads_what_a_file_brought(path)
+    test_a_recorded_step_reads_the_part_of_a_page_that_was_copied_for_it()

@@ -1,11 +1,17 @@
-"""What a plan's copies become for each group's arrays."""
+"""What a plan's copies, and pages from a file, become in each group's arrays."""
+
+from collections.abc import Callable
 
 import mlx.core as mx
+import pytest
 
 from mlxserve.cache.groups import group_layers
 from mlxserve.cache.spec import FullKV, WindowKV
 from mlxserve.cache.storage import Storage
-from mlxserve.sequence import NO_PAGE, Seal, StepPlan
+from mlxserve.kernels import registry
+from mlxserve.sequence import NO_PAGE, Load, Seal, StepPlan
+
+PAGES = 8
 
 
 def test_only_pages_that_are_written_are_moved():
@@ -14,3 +20,61 @@ def test_only_pages_that_are_written_are_moved():
     storage = Storage(groups, mx.float32, hot_pages=8, pool_pages=(8, 8))
     storage.prepare(StepPlan((), (Seal(2, (5, NO_PAGE)), Seal(3, (NO_PAGE, NO_PAGE)))))
     assert [moves.tolist() for moves in storage.moves] == [[[2, 5]], []]
+
+
+def test_of_a_files_pages_each_goes_to_its_own_place_or_nowhere():
+    """Those that follow each other are copied together; the tree has the second and fourth."""
+    storage = Storage(
+        group_layers([FullKV(1, 4)], page_tokens=4), mx.float32, hot_pages=1, pool_pages=(PAGES,)
+    )
+    keys = mx.broadcast_to(mx.arange(1, 7)[:, None, None, None], (6, 1, 4, 4))
+    storage.put_pages(0, [3, NO_PAGE, 4, NO_PAGE, 0, 1], (keys, keys * 10))
+    for side, times in zip(storage.pool[0], (1, 10), strict=True):
+        assert side[:, 0, 0, 0].tolist() == [5 * times, 6 * times, 0, times, 3 * times, 0, 0, 0]
+
+
+def write(storage: Storage) -> None:
+    token = mx.ones((1, 8, 64))
+    storage.write(0, mx.array([3], mx.int32), token, token)
+
+
+def load(storage: Storage) -> None:
+    storage.prepare(StepPlan((), loads=(Load((2,), 1),)))
+
+
+def put(storage: Storage) -> None:
+    page = mx.ones((1, 8, 64, 64))
+    storage.put_pages(0, [2], (page, page))
+
+
+def grow(storage: Storage) -> None:
+    storage.grow(2 * PAGES, 2 * PAGES, 1)
+
+
+CHANGES: list[Callable[[Storage], None]] = [write, load, put, grow]
+recorded = pytest.mark.skipif(
+    registry.recorder() is None, reason="only on machines with native kernels: nothing is recorded"
+)
+
+
+@recorded
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_array_is_kept_that_another_took_the_place_of(change):
+    """A recorded step was given them all; the next one is given those that are there then."""
+    storage = Storage(
+        group_layers([FullKV(8, 64)]), mx.float32, hot_pages=2 * PAGES, pool_pages=(2 * PAGES,)
+    )
+    others = mx.get_active_memory() - storage.nbytes
+    storage.state(registry.recorder())
+    change(storage)
+    mx.eval(storage.arrays())
+    smallest = min(array.nbytes for array in storage.arrays())
+    assert mx.get_active_memory() - storage.nbytes - others < smallest // 2
+
+
+def every_rule() -> None:
+    """All of these tests, for those that ask whether a mutant would be seen."""
+    test_only_pages_that_are_written_are_moved()
+    test_of_a_files_pages_each_goes_to_its_own_place_or_nowhere()
+    for change in CHANGES:
+        test_no_array_is_kept_that_another_took_the_place_of(change)

@@ -183,7 +183,7 @@ def restored(stage: Stage) -> Shown:
     """One engine computes its prompt and keeps it in a file; another goes on from there."""
     P, main = stage.page_tokens, stage.main()
     first, second = stage.run(), stage.run()
-    first.alone(stage.mate(3 * P, 3))  # what it leaves in a page mustn't come along
+    first.alone(stage.mate(5 * P, 3))  # what it leaves in a page mustn't come along
     first.alone(Asked(main.ids, 1, stage.sampling))
     # Here pages lie elsewhere, and the first is there.
     second.alone(stage.mate(4 * P + 3, 2))
