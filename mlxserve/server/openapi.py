@@ -50,16 +50,18 @@ class ErrorReply(msgspec.Struct):
 def document(version: str) -> dict[str, Any]:
     """The description of all endpoints, OpenAPI 3.1."""
     structs = [s for _, _, _, *pair in OPERATIONS for s in pair if s is not None]
-    schemas, components = msgspec.json.schema_components([*structs, ErrorReply], ref_template=REF)
-    by_struct = dict(zip([*structs, ErrorReply], schemas, strict=True))
+    structs += [ErrorReply, anthropic.AnthropicErrorReply]
+    schemas, components = msgspec.json.schema_components(structs, ref_template=REF)
+    by_struct = dict(zip(structs, schemas, strict=True))
     paths: dict[str, Any] = {}
     for path, method, summary, asked, told in OPERATIONS:
+        error = anthropic.AnthropicErrorReply if path.startswith("/v1/messages") else ErrorReply
         operation: dict[str, Any] = {
             "summary": summary,
             "responses": {
                 "200": _content("An answer", by_struct[told] if told else {}),
-                "4XX": _content("The request is wrong", by_struct[ErrorReply]),
-                "5XX": _content("It can't be answered", by_struct[ErrorReply]),
+                "4XX": _content("The request is wrong", by_struct[error]),
+                "5XX": _content("It can't be answered", by_struct[error]),
             },
         }
         if asked is not None:
