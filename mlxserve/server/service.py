@@ -5,31 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import Response
 
 from mlxserve.config import ServerConfig
 from mlxserve.llm import LLM
-from mlxserve.server.delivery import Delivery, Mailbox
+from mlxserve.server.delivery import Mailbox
 from mlxserve.server.formats import Formats
 from mlxserve.server.metrics import Metrics
-from mlxserve.server.problems import (
-    RETRY_AFTER_S,
-    SHUTTING_DOWN,
-    Problem,
-    body_of,
-    invalid,
-    problem_of,
-)
+from mlxserve.server.problems import RETRY_AFTER_S, SHUTTING_DOWN, Problem, invalid
 from mlxserve.server.tenants import Tenants
-from mlxserve.types import TokenOut
 
 T = TypeVar("T")
 S = TypeVar("S", bound=msgspec.Struct)
@@ -177,81 +168,3 @@ def reply(struct: msgspec.Struct, headers: Mapping[str, str] | None = None) -> R
     """A struct as JSON."""
     data = msgspec.json.encode(struct)
     return Response(data, headers=dict(headers or {}), media_type="application/json")
-
-
-async def whole(request: Request, delivery: Delivery) -> AsyncIterator[tuple[int, str, TokenOut]]:
-    """What is delivered, to the end, while the client is there; closes the delivery."""
-    gone = asyncio.create_task(_watch(request.receive, delivery))
-    try:
-        async for event in delivery:
-            if event is not None:
-                yield event
-    finally:
-        gone.cancel()
-        delivery.close()
-
-
-async def _watch(receive: Receive, delivery: Delivery) -> None:
-    """End the answers of a client that hangs up."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    delivery.fail(Problem(499, "the client went away"))
-
-
-DONE = b"data: [DONE]\n\n"
-"""The last line of OpenAI's streams."""
-
-Event = msgspec.Struct | tuple[str, Any]
-"""What is sent of a stream at once; with the event's name where the dialect names them."""
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events; None among them becomes a comment that keeps the line open.
-
-    Ends the answers with the connection, whatever ended that. done: the last line, if there is one.
-    """
-
-    def __init__(
-        self,
-        delivery: Delivery,
-        events: AsyncGenerator[Event | None],
-        headers: Mapping[str, str],
-        *,
-        path: str,
-        done: bytes = b"",
-    ) -> None:
-        head = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
-        super().__init__(_written(events, path, done), headers=head, media_type="text/event-stream")
-        self._delivery = delivery
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(_watch(receive, self._delivery))
-        try:
-            await self.stream_response(send)
-        finally:
-            gone.cancel()
-            self._delivery.close()
-
-
-async def _written(
-    events: AsyncGenerator[Event | None], path: str, done: bytes
-) -> AsyncIterator[bytes]:
-    try:
-        async for event in events:
-            match event:
-                case None:
-                    yield b": still here\n\n"
-                case (name, data):
-                    yield _line(data, name)
-                case _:
-                    yield _line(event)
-    except (Exception, asyncio.CancelledError) as error:
-        body = body_of(problem_of(error), path)
-        yield _line(body, "error" if "type" in body else None)
-    else:
-        yield done
-
-
-def _line(data: Any, name: str | None = None) -> bytes:
-    head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -12,6 +12,8 @@ from starlette.responses import Response
 
 from mlxserve.grammar import Grammar
 from mlxserve.server import openai, turn
+from mlxserve.server.delivery import Delivery
+from mlxserve.server.exchange import DONE, Event, answer
 from mlxserve.server.problems import Problem
 from mlxserve.server.schema import (
     ChatChoice,
@@ -25,41 +27,15 @@ from mlxserve.server.schema import (
     ToolCallReply,
     UsageReply,
 )
-from mlxserve.server.service import (
-    DONE,
-    EventStream,
-    Service,
-    ignored_header,
-    new_id,
-    now,
-    parse,
-    read,
-    reply,
-    service,
-    whole,
-)
+from mlxserve.server.service import Service, new_id, now, parse
 from mlxserve.server.tools import check_tools
 from mlxserve.text.parsers import Content, Delta, Reasoning, ToolCall
-from mlxserve.types import Logprob, SamplingParams
+from mlxserve.types import Logprob, SamplingParams, TokenOut
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a chat, at once or as a stream."""
-    served = service(request)
-    served.check_open()
-    data = await read(request)
-    tenant = request.scope["tenant"].name
-    chat, ignored = await served.prepare(lambda: _prepare(served, data, tenant))
-    delivery = request.scope["delivery"] = chat.turn.delivery
-    await served.prepare(delivery.start)
-    head = ignored_header(ignored)
-    if chat.asked.stream:
-        await delivery.begun()
-        path = request.scope["path"]
-        return EventStream(delivery, chat.chunks(), head, path=path, done=DONE)
-    async for index, piece, out in whole(request, delivery):
-        chat.turn.feed(index, piece, last=out.last)
-    return reply(chat.reply(), head)
+    return await answer(request, _prepare)
 
 
 def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Chat, list[str]]:
@@ -107,17 +83,29 @@ class _Chat:
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
     created: int = field(default_factory=now)
 
+    @property
+    def delivery(self) -> Delivery:
+        return self.turn.delivery
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.asked.stream)
+
+    def take(self, index: int, piece: str, out: TokenOut) -> None:
+        """See `Exchange`."""
+        self.turn.feed(index, piece, last=out.last)
+
     def reply(self) -> ChatReply:
         """All of it."""
         choices = []
-        for index, (answer, said) in enumerate(zip(self.turn.answers, self.turn.said, strict=True)):
+        for index, (one, said) in enumerate(zip(self.turn.answers, self.turn.said, strict=True)):
             message = Message("assistant", "".join(said.content))
             if said.reasoning:
                 message.reasoning_content = "".join(said.reasoning)
             if said.calls:
                 message.content = message.content or None
                 message.tool_calls = [self._call(call) for call in said.calls]
-            logprobs = answer.completion().logprobs
+            logprobs = one.completion().logprobs
             choices.append(
                 ChatChoice(
                     index=index,
@@ -134,7 +122,7 @@ class _Chat:
             usage=self._usage(),
         )
 
-    async def chunks(self) -> AsyncGenerator[ChatChunk | None]:
+    async def events(self) -> AsyncGenerator[Event | None]:
         """What is new, as it comes."""
         for index in range(len(self.turn.answers)):
             yield self._chunk([_delta(index, Message("assistant", ""))])
@@ -158,6 +146,7 @@ class _Chat:
             chunk = self._chunk([])
             chunk.usage = self._usage()
             yield chunk
+        yield DONE
 
     def _message(self, delta: Delta) -> Message:
         match delta:

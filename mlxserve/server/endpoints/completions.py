@@ -14,6 +14,7 @@ from mlxserve.checks import checked_integer
 from mlxserve.errors import RequestError
 from mlxserve.server import openai
 from mlxserve.server.delivery import Delivery
+from mlxserve.server.exchange import DONE, Event, answer
 from mlxserve.server.problems import Problem
 from mlxserve.server.schema import (
     CompletionRequest,
@@ -22,20 +23,8 @@ from mlxserve.server.schema import (
     TextReply,
     UsageReply,
 )
-from mlxserve.server.service import (
-    DONE,
-    EventStream,
-    Service,
-    ignored_header,
-    new_id,
-    now,
-    parse,
-    read,
-    reply,
-    service,
-    whole,
-)
-from mlxserve.types import MAX_TOP_LOGPROBS, Logprob, SamplingParams
+from mlxserve.server.service import Service, new_id, now, parse
+from mlxserve.types import MAX_TOP_LOGPROBS, Logprob, SamplingParams, TokenOut
 
 MAX_PROMPTS = 128
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
@@ -43,21 +32,7 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 
 async def completions(request: Request) -> Response:
     """Continue one or several texts, at once or as a stream."""
-    served = service(request)
-    served.check_open()
-    data = await read(request)
-    tenant = request.scope["tenant"].name
-    texts, unknown = await served.prepare(lambda: _prepare(served, data, tenant))
-    request.scope["delivery"] = texts.delivery
-    await served.prepare(texts.delivery.start)
-    head = ignored_header(unknown)
-    if texts.asked.stream:
-        await texts.delivery.begun()
-        path = request.scope["path"]
-        return EventStream(texts.delivery, texts.chunks(), head, path=path, done=DONE)
-    async for index, _, out in whole(request, texts.delivery):
-        texts.note_prompt(index, out.prompt_logprobs)
-    return reply(texts.reply(), head)
+    return await answer(request, _prepare)
 
 
 def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Texts, list[str]]:
@@ -129,8 +104,13 @@ class _Texts:
     def answers(self) -> list[Answer]:
         return list(self.delivery.answers)
 
-    def note_prompt(self, index: int, found: tuple[Logprob, ...]) -> None:
-        self.prompt_logprobs.setdefault(index, []).extend(found)
+    @property
+    def streams(self) -> bool:
+        return bool(self.asked.stream)
+
+    def take(self, index: int, piece: str, out: TokenOut) -> None:
+        """See `Exchange`."""
+        self.prompt_logprobs.setdefault(index, []).extend(out.prompt_logprobs)
 
     def reply(self) -> TextReply:
         choices = []
@@ -162,7 +142,7 @@ class _Texts:
         logprobs.add(found)
         return logprobs.told
 
-    async def chunks(self) -> AsyncGenerator[TextReply | None]:
+    async def events(self) -> AsyncGenerator[Event | None]:
         streams = [_Logprobs(self.served) for _ in self.answers]
         begun = set()
         async for event in self.delivery:
@@ -170,15 +150,15 @@ class _Texts:
                 yield None
                 continue
             index, piece, out = event
-            answer, stream = self.answers[index], streams[index]
+            one, stream = self.answers[index], streams[index]
             if self.asked.echo and index not in begun:
                 piece = self._prompt_text(index) + piece
-                stream.add_first(answer.request.prompt_ids[0])
+                stream.add_first(one.request.prompt_ids[0])
             begun.add(index)
             stream.add(out.prompt_logprobs)
             if out.logprob is not None:
                 stream.add([out.logprob])
-            reason = answer.completion().finish_reason if out.last else None
+            reason = one.completion().finish_reason if out.last else None
             logprobs = None if self.asked.logprobs is None else stream.take()
             if piece or out.last or (logprobs and logprobs.tokens):
                 choice = TextChoice(
@@ -187,6 +167,7 @@ class _Texts:
                 yield self._reply([choice])
         if self.include_usage:
             yield self._reply([], openai.usage(self.answers, self.params.drawn))
+        yield DONE
 
     def _reply(self, choices: list[TextChoice], usage: UsageReply | None = None) -> TextReply:
         reply = TextReply(id=self.id, created=self.created, model=self.served.name, choices=choices)

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -24,8 +23,9 @@ from mlxserve.server.anthropic import (
     ToolUseBlock,
     Usage,
 )
+from mlxserve.server.delivery import Delivery
+from mlxserve.server.exchange import Event, answer
 from mlxserve.server.service import (
-    EventStream,
     Service,
     ignored_header,
     new_id,
@@ -33,31 +33,17 @@ from mlxserve.server.service import (
     read,
     reply,
     service,
-    whole,
 )
 from mlxserve.server.tools import Tools, check_tools
 from mlxserve.text.parsers import Content, Delta, Reasoning, ToolCall
-from mlxserve.types import SamplingParams
+from mlxserve.types import SamplingParams, TokenOut
 
 DEFAULT_TEMPERATURE = 1.0
 
 
 async def messages(request: Request) -> Response:
     """Answer a chat, at once or as a stream."""
-    served = service(request)
-    served.check_open()
-    data = await read(request)
-    tenant = request.scope["tenant"].name
-    message, ignored = await served.prepare(lambda: _prepare(served, data, tenant))
-    delivery = request.scope["delivery"] = message.turn.delivery
-    await served.prepare(delivery.start)
-    head = ignored_header(ignored)
-    if message.asked.stream:
-        await delivery.begun()
-        return EventStream(delivery, message.events(), head, path=request.scope["path"])
-    async for index, piece, out in whole(request, delivery):
-        message.turn.feed(index, piece, last=out.last)
-    return reply(message.reply(), head)
+    return await answer(request, _prepare)
 
 
 async def count_tokens(request: Request) -> Response:
@@ -131,6 +117,18 @@ class _Message:
     _open: type[Delta] | None = None
     _index: int = -1
 
+    @property
+    def delivery(self) -> Delivery:
+        return self.turn.delivery
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.asked.stream)
+
+    def take(self, index: int, piece: str, out: TokenOut) -> None:
+        """See `Exchange`."""
+        self.turn.feed(index, piece, last=out.last)
+
     def reply(self) -> MessageReply:
         """All of it."""
         said = self.turn.said[0]
@@ -170,7 +168,7 @@ class _Message:
         reason = self.turn.finish_reason(0)
         return {"tool_calls": "tool_use", "length": "max_tokens"}.get(reason, "end_turn"), None
 
-    async def events(self) -> AsyncGenerator[tuple[str, Struct | dict[str, Any]] | None]:
+    async def events(self) -> AsyncGenerator[Event | None]:
         """Named events: each block is begun, added to and ended."""
         prompt = len(self.turn.answers[0].request.prompt_ids)
         begun = self._told([], Usage(prompt, 0), None, None)

@@ -1,0 +1,129 @@
+"""A request, and what is told of its answers, at once or as a stream: in any dialect."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from mlxserve.server.delivery import Delivery
+from mlxserve.server.problems import Problem, body_of, problem_of
+from mlxserve.server.service import Service, ignored_header, read, reply, service
+from mlxserve.types import TokenOut
+
+DONE = b"data: [DONE]\n\n"
+"""The last event of OpenAI's streams."""
+
+Event = msgspec.Struct | tuple[str, Any] | bytes
+"""What is sent of a stream at once: with its name where the dialect names events, or as it is."""
+
+
+class Exchange(Protocol):
+    """What an endpoint has made of a request. streams: whether the client wants events."""
+
+    @property
+    def delivery(self) -> Delivery: ...
+
+    @property
+    def streams(self) -> bool: ...
+
+    def take(self, index: int, piece: str, out: TokenOut) -> None:
+        """Take in what is new of an answer that will be told as a whole."""
+        ...
+
+    def reply(self) -> msgspec.Struct:
+        """All of it, once it has ended."""
+        ...
+
+    def events(self) -> AsyncGenerator[Event | None]:
+        """What is new, as it comes; None keeps the line open."""
+        ...
+
+
+Prepare = Callable[[Service, bytes, str], tuple[Exchange, list[str]]]
+"""Of a body and a tenant's name: what to do, and the fields that had no effect. Finds everything
+that can be wrong with a request; raises RequestError and Problem."""
+
+
+async def answer(request: Request, prepare: Prepare) -> Response:
+    """Read a request, have it computed, and tell what comes of it."""
+    served = service(request)
+    served.check_open()
+    data, tenant = await read(request), request.scope["tenant"].name
+    exchange, ignored = await served.prepare(lambda: prepare(served, data, tenant))
+    delivery = request.scope["delivery"] = exchange.delivery
+    await served.prepare(delivery.start)  # which may have to look at a grammar
+    head = ignored_header(ignored)
+    if exchange.streams:
+        await delivery.begun()
+        return EventStream(delivery, exchange.events(), head, request.scope["path"])
+    gone = asyncio.create_task(_watch(request.receive, delivery))
+    try:
+        async for event in delivery:
+            if event is not None:
+                exchange.take(*event)
+    finally:
+        gone.cancel()
+        delivery.close()
+    return reply(exchange.reply(), head)
+
+
+async def _watch(receive: Receive, delivery: Delivery) -> None:
+    """End the answers of a client that hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    delivery.fail(Problem(499, "the client went away"))
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; None among them becomes a comment.
+
+    Ends the answers with the connection, whatever ended that. path: an error is told as its
+    clients know it.
+    """
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        events: AsyncGenerator[Event | None],
+        headers: Mapping[str, str],
+        path: str,
+    ) -> None:
+        head = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
+        super().__init__(_written(events, path), headers=head, media_type="text/event-stream")
+        self._delivery = delivery
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(_watch(receive, self._delivery))
+        try:
+            await self.stream_response(send)
+        finally:
+            gone.cancel()
+            self._delivery.close()
+
+
+async def _written(events: AsyncGenerator[Event | None], path: str) -> AsyncIterator[bytes]:
+    try:
+        async for event in events:
+            match event:
+                case None:
+                    yield b": still here\n\n"
+                case bytes():
+                    yield event
+                case (name, data):
+                    yield _line(data, name)
+                case _:
+                    yield _line(event)
+    except (Exception, asyncio.CancelledError) as error:
+        body = body_of(problem_of(error), path)
+        yield _line(body, "error" if "type" in body else None)
+
+
+def _line(data: Any, name: str | None = None) -> bytes:
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + msgspec.json.encode(data) + b"\n\n"
