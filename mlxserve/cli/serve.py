@@ -1,4 +1,4 @@
-"""`mlxserve serve`: the model behind HTTP, in OpenAI's dialect."""
+"""`mlxserve serve`: the model behind HTTP, in OpenAI's and Anthropic's dialects."""
 
 import logging
 import sys
@@ -106,7 +106,7 @@ def serve(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Serve a model over HTTP, in OpenAI's dialect.
+    """Serve a model over HTTP, as OpenAI and Anthropic do.
 
     It listens to this machine only, unless --host says otherwise. SIGTERM and Ctrl-C let running
     answers end. Exit codes: 0 stopped as asked, 1 the engine failed.
