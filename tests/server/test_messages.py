@@ -89,8 +89,9 @@ def test_a_tool_is_used(claude, choice):
 
 
 def test_a_streamed_use_of_a_tool_is_whole(claude):
+    choice = {"type": "any", "disable_parallel_tool_use": True}
     with claude.messages.stream(
-        model=NAME, max_tokens=600, messages=CHAT, tools=[TOOL], tool_choice={"type": "any"}
+        model=NAME, max_tokens=600, messages=CHAT, tools=[TOOL], tool_choice=choice
     ) as stream:
         for event in stream:
             assert event.type != "text"
