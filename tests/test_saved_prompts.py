@@ -12,6 +12,8 @@ from tests.cli.conftest import Cli
 from tests.support.model_dir import END_ID, VOCAB_SIZE, write_model_dir
 from tests.support.tiny import tiny_gemma3, tiny_llama
 
+pytestmark = pytest.mark.full
+
 BOOK = "The quick brown fox jumps over the lazy dog. " * 5  # 225 tokens: three pages and a half
 QUESTION = BOOK + "Who is lazy?"
 PACKED = [None, 16, 8, 4, "8/4"]

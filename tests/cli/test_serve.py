@@ -17,6 +17,8 @@ import mlxserve
 from tests.cli.conftest import MLXSERVE, TIMEOUT_S
 from tests.support.serving import wait_until
 
+pytestmark = pytest.mark.full
+
 ENDLESS = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 
 

@@ -24,9 +24,12 @@ from mlxserve.models.load import load_model
 from mlxserve.types import MAX_TOP_LOGPROBS, Request, SamplingParams
 from tests.support.composed import ComposedModel, Kind
 
-pytestmark = pytest.mark.skipif(
-    kernels.recorder() is None, reason="only on machines with the native kernels"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        kernels.recorder() is None, reason="only on machines with the native kernels"
+    ),
+]
 
 SIZES = {
     "hidden_size": 256,

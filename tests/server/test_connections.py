@@ -14,6 +14,8 @@ import mlxserve
 from mlxserve.server import delivery
 from tests.support.serving import NAME, serving, wait_until
 
+pytestmark = pytest.mark.full
+
 ENDLESS = {"max_tokens": 1900, "temperature": 0.0, "ignore_eos": True}
 
 
