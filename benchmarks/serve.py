@@ -28,11 +28,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 import mlxserve
 from mlxserve.config import ServerConfig
 from mlxserve.server.app import make_app
+from mlxserve.server.run import Server, make_server
 from mlxserve.types import SamplingParams, TokenOut
 
 CLIENT = Path(__file__).with_name("serve_client.py")
@@ -44,12 +43,11 @@ PROMPT_WORDS = 64
 def server(llm: mlxserve.LLM, name: str) -> Iterator[str]:
     """Ours, on a thread; gives its URL."""
     at = socket.create_server(("127.0.0.1", 0))
-    started: queue.SimpleQueue[uvicorn.Server] = queue.SimpleQueue()
+    started: queue.SimpleQueue[Server] = queue.SimpleQueue()
 
     async def run() -> None:
-        app = make_app(llm, ServerConfig(names=(name,)))
-        config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False)
-        started.put(running := uvicorn.Server(config))
+        config = ServerConfig(names=(name,))
+        started.put(running := make_server(make_app(llm, config), config))
         await running.serve(sockets=[at])
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))

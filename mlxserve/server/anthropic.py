@@ -278,17 +278,3 @@ class CountReply(Struct):
     """Tokens of a prompt."""
 
     input_tokens: int
-
-
-class AnthropicError(Struct):
-    """What is wrong, in words; type: for programs."""
-
-    type: str
-    message: str
-
-
-class AnthropicErrorReply(Struct):
-    """Every answer that isn't a success."""
-
-    type: Literal["error"]
-    error: AnthropicError

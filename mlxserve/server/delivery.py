@@ -21,7 +21,7 @@ PING_S = 15.0
 class Mailbox:
     """Where the engine puts every request's tokens, and where `Delivery` takes its own from.
 
-    `put` is called on the engine's thread, all else on the loop's.
+    `put` is called on the engine's thread, `register` on any, all else on the loop's.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:

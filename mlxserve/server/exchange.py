@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlxserve.server.delivery import Delivery
-from mlxserve.server.problems import Problem, body_of, problem_of
+from mlxserve.server.problems import AnthropicErrorReply, Problem, error_form, problem_of
 from mlxserve.server.service import Service, ignored_header, read, reply, service
 from mlxserve.types import TokenOut
 
@@ -120,8 +120,8 @@ async def _written(events: AsyncGenerator[Event | None], path: str) -> AsyncIter
                 case _:
                     yield _line(event)
     except (Exception, asyncio.CancelledError) as error:
-        body = body_of(problem_of(error), path)
-        yield _line(body, "error" if "type" in body else None)
+        told = error_form(path).of(problem_of(error))
+        yield _line(told, "error" if isinstance(told, AnthropicErrorReply) else None)
 
 
 def _line(data: Any, name: str | None = None) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 from starlette.types import Scope
@@ -13,6 +13,7 @@ from starlette.types import Scope
 from mlxserve.answers import Answer
 from mlxserve.server.delivery import Delivery
 from mlxserve.server.metrics import Metrics
+from mlxserve.types import Completion
 
 logger = logging.getLogger("mlxserve.access")
 
@@ -48,19 +49,15 @@ class Journal:
         if tenant := scope.get("tenant"):
             line |= {"tenant": tenant.name} if tenant.name else {}
         if delivery := scope.get("delivery"):
-            line |= self._told(delivery)
-            self._count(delivery)
+            answers = [answer.completion() for answer in delivery.answers]
+            for done in answers:
+                self._metrics.note(done.finish_reason, done.timings, done.usage)
+            line |= self._told(delivery, answers)
             if tenant and tenant.tokens:
                 tenant.tokens.take(line["prompt_tokens"] + line["completion_tokens"])
         logger.info(json.dumps(line) if self._as_json else _text(line))
 
-    def _count(self, delivery: Delivery) -> None:
-        for answer in delivery.answers:
-            done = answer.completion()
-            self._metrics.note(done.finish_reason, done.timings, done.usage)
-
-    def _told(self, delivery: Delivery) -> dict[str, Any]:
-        answers = [answer.completion() for answer in delivery.answers]
+    def _told(self, delivery: Delivery, answers: Sequence[Completion]) -> dict[str, Any]:
         first = answers[0]
         line: dict[str, Any] = {
             "id": delivery.answers[0].request.id,

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from mlxserve.server import anthropic, schema
+from mlxserve.server.problems import AnthropicErrorReply, ErrorReply, error_form
 
 REF = "#/components/schemas/{name}"
 
@@ -32,30 +33,15 @@ OPERATIONS: tuple[tuple[str, str, str, type | None, type | None], ...] = (
 )
 
 
-class ErrorBody(msgspec.Struct):
-    """param: the field that is wrong; code: for programs."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorReply(msgspec.Struct):
-    """Every answer that isn't a success."""
-
-    error: ErrorBody
-
-
 def document(version: str) -> dict[str, Any]:
     """The description of all endpoints, OpenAPI 3.1."""
     structs = [s for _, _, _, *pair in OPERATIONS for s in pair if s is not None]
-    structs += [ErrorReply, anthropic.AnthropicErrorReply]
+    structs += [ErrorReply, AnthropicErrorReply]
     schemas, components = msgspec.json.schema_components(structs, ref_template=REF)
     by_struct = dict(zip(structs, schemas, strict=True))
     paths: dict[str, Any] = {}
     for path, method, summary, asked, told in OPERATIONS:
-        error = anthropic.AnthropicErrorReply if path.startswith("/v1/messages") else ErrorReply
+        error = error_form(path)
         operation: dict[str, Any] = {
             "summary": summary,
             "responses": {

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import re
-from typing import Any
+from typing import Literal
 
 import msgspec
 from starlette.responses import Response
@@ -93,32 +93,55 @@ def invalid(error: msgspec.ValidationError) -> Problem:
     return Problem(400, f"{found[1]}: {text[: found.start()]}", param=found[1])
 
 
-def openai_body(problem: Problem) -> dict[str, Any]:
-    """In OpenAI's shape."""
-    kind = "invalid_request_error" if problem.status < 500 else "server_error"
-    error = {
-        "message": problem.message,
-        "type": _KINDS.get(problem.status, kind),
-        "param": problem.param,
-        "code": problem.code,
-    }
-    return {"error": error}
+class ErrorBody(msgspec.Struct):
+    """param: the field that is wrong; code: for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
 
 
-def anthropic_body(problem: Problem) -> dict[str, Any]:
-    """In Anthropic's shape."""
-    kind = "invalid_request_error" if problem.status < 500 else "api_error"
-    kind = {413: "request_too_large", 503: "overloaded_error"}.get(problem.status, kind)
-    error = {"type": _KINDS.get(problem.status, kind), "message": problem.message}
-    return {"type": "error", "error": error}
+class ErrorReply(msgspec.Struct):
+    """Every answer that isn't a success, in OpenAI's dialect."""
+
+    error: ErrorBody
+
+    @classmethod
+    def of(cls, problem: Problem) -> ErrorReply:
+        """A problem in this form."""
+        kind = "invalid_request_error" if problem.status < 500 else "server_error"
+        kind = _KINDS.get(problem.status, kind)
+        return cls(ErrorBody(problem.message, kind, problem.param, problem.code))
 
 
-def body_of(problem: Problem, path: str) -> dict[str, Any]:
-    """In the shape that clients of this path know."""
-    return anthropic_body(problem) if path.startswith("/v1/messages") else openai_body(problem)
+class AnthropicError(msgspec.Struct):
+    """What is wrong, in words; type: for programs."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(msgspec.Struct):
+    """Every answer that isn't a success, in Anthropic's dialect."""
+
+    error: AnthropicError
+    type: Literal["error"] = "error"
+
+    @classmethod
+    def of(cls, problem: Problem) -> AnthropicErrorReply:
+        """A problem in this form."""
+        kind = "invalid_request_error" if problem.status < 500 else "api_error"
+        kind = {413: "request_too_large", 503: "overloaded_error"}.get(problem.status, kind)
+        return cls(AnthropicError(_KINDS.get(problem.status, kind), problem.message))
+
+
+def error_form(path: str) -> type[ErrorReply] | type[AnthropicErrorReply]:
+    """The form of errors that clients of this path know."""
+    return AnthropicErrorReply if path.startswith("/v1/messages") else ErrorReply
 
 
 def response(problem: Problem, path: str) -> Response:
     """The whole answer to a request that gets no other."""
-    data = msgspec.json.encode(body_of(problem, path))
+    data = msgspec.json.encode(error_form(path).of(problem))
     return Response(data, problem.status, problem.headers, "application/json")

@@ -10,7 +10,7 @@ import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mlxserve.config import ServerConfig
-from mlxserve.server.problems import Problem, openai_body
+from mlxserve.server.problems import ErrorReply, Problem
 
 
 class Protocol(H11Protocol):
@@ -55,7 +55,7 @@ class Protocol(H11Protocol):
             self.transport.abort()
             return
         problem = Problem(400, "this isn't valid HTTP/1.1; send a request as RFC 9112 has it")
-        data = msgspec.json.encode(openai_body(problem))
+        data = msgspec.json.encode(ErrorReply.of(problem))
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(data))),

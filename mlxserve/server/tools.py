@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from mlxserve.server.problems import Problem
+from mlxserve.text.chat import check_messages
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -98,8 +99,11 @@ def _check_tool(where: str, tool: Any) -> dict[str, Any]:
 def tell_generically(
     messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """A chat for a template that knows no tools: they, calls and results become text."""
-    told = [_as_text(message) for message in messages]
+    """A chat for a template that knows no tools: they, calls and results become text.
+
+    Raises RequestError for what isn't a chat.
+    """
+    told = [_as_text(message) for message in check_messages(messages)]
     if tools:
         listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         text = INSTRUCTIONS.format(tools=listed)
@@ -118,17 +122,15 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
         return message
     texts = [_content(message)] if message.get("content") else []
     for call in message["tool_calls"]:
-        function = call.get("function", {}) if isinstance(call, dict) else {}
-        arguments = function.get("arguments") or "{}"
-        written = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        name = json.dumps(function.get("name"))
-        texts.append(f'<tool_call>\n{{"name": {name}, "arguments": {written}}}\n</tool_call>')
+        function = call.get("function", call)
+        told = {"name": function["name"], "arguments": function["arguments"]}
+        texts.append(f"<tool_call>\n{json.dumps(told, ensure_ascii=False)}\n</tool_call>")
     return {"role": message["role"], "content": "\n".join(texts)}
 
 
 def _content(message: dict[str, Any]) -> str:
-    """A message's text; of parts, those that are text."""
+    """The text of a message that was checked; its parts are text, too."""
     content = message.get("content")
     if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return str(content or "")
+        return "\n".join(part["text"] for part in content)
+    return content or ""

@@ -84,7 +84,7 @@ class Turn:
 
     def finish_reason(self, index: int) -> FinishReason | str:
         """Why an answer ended, in OpenAI's words."""
-        reason = self.answers[index].completion().finish_reason
+        reason = self.answers[index].finish_reason
         return "tool_calls" if reason == "stop" and self.said[index].calls else reason
 
     def call_id(self, call: ToolCall, prefix: str) -> str:

@@ -180,3 +180,10 @@ def test_what_can_t_be_done_is_refused_by_name(server, body, message):
         return
     assert got.status_code == 400
     assert message in got.json()["error"]["message"]
+
+
+def test_a_call_in_the_chat_that_is_none_is_refused_by_name(server):
+    chat = [*CHAT, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]
+    got = server.http.post("/v1/chat/completions", json={"messages": chat, "max_tokens": 1})
+    assert got.status_code == 400
+    assert "messages[1].tool_calls[0] is no call" in got.json()["error"]["message"]

@@ -158,7 +158,7 @@ class _Texts:
             stream.add(out.prompt_logprobs)
             if out.logprob is not None:
                 stream.add([out.logprob])
-            reason = one.completion().finish_reason if out.last else None
+            reason = one.finish_reason if out.last else None
             logprobs = None if self.asked.logprobs is None else stream.take()
             if piece or out.last or (logprobs and logprobs.tokens):
                 choice = TextChoice(
