@@ -38,7 +38,8 @@ def test_health_and_readiness(server):
 def test_an_engine_that_makes_no_progress_is_unwell(llm, monkeypatch):
     with serving(llm) as server:
         with server.open_socket() as sock:
-            sock.sendall(server.post("/v1/completions", b'{"prompt": "x", "max_tokens": 1900}'))
+            body = b'{"prompt": "x", "max_tokens": 1900, "ignore_eos": true}'
+            sock.sendall(server.post("/v1/completions", body))
             wait_until(lambda: len(server.service.mailbox) == 1, "somebody waits")
             assert server.http.get("/health").status_code == 200
             monkeypatch.setattr(health, "STALLED_S", -1.0)
