@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast
 
 import typer
 
@@ -19,6 +19,7 @@ EPILOG = """\b
 Examples:
   mlxserve plan OWNER/NAME --context 8192 --users 16 --memory 24
   mlxserve plan ./my-model --kv-bits 8/4 --bandwidth 400 --explain
+  mlxserve plan OWNER/NAME --hosts 64,64,36 --bandwidth 400
   mlxserve plan ./my-model --hourly 3 --tokens-per-s 2500 --utilisation 0.4
 """
 
@@ -124,6 +125,15 @@ def plan(
             help="16, 8, 4 or KEYS/VALUES. [default: as computed here]",
         ),
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            "--hosts",
+            metavar="GIB,GIB",
+            rich_help_panel=_CACHE,
+            help="Of each of several Macs that share the model, in place of --memory.",
+        ),
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show each number's formula.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts: one JSON object.")] = False,
 ) -> None:
@@ -137,13 +147,23 @@ def plan(
     name = terminal.check_text("MODEL", model)
     bits = None if kv_bits is None else config.kv_bits(kv_bits)
     from mlxserve.cli.plan_figures import setting
+    from mlxserve.cli.plan_hosts import parse_hosts
     from mlxserve.cli.plan_report import show
 
-    show(setting(_read(name), asked, bits), asked, explain=explain, as_json=as_json)
+    memories = () if hosts is None else parse_hosts(hosts)
+    if memories and "memory" in asked:
+        raise RequestError(
+            f"--memory is {asked['memory']:g} beside --hosts, which has the memory of each; "
+            "leave it out"
+        )
+    at = setting(_read(name), asked, bits)
+    show(at, asked, memories, explain=explain, as_json=as_json)
 
 
 def _read(name: str) -> "PlannedModel":
     """The model as far as its config and its files' sizes tell. Raises ModelError."""
+    import mlx.nn as nn
+
     from mlxserve import device
     from mlxserve.cli.plan_figures import PlannedModel
     from mlxserve.engine import footprint
@@ -168,6 +188,7 @@ def _read(name: str) -> "PlannedModel":
         ),
         counted=counted,
         float32=footprint.is_float32(found),
+        parts=footprint.parts_of(cast(nn.Module, built), len(built.layer_specs())),
         step=step_shape(built, footprint.activation_dtype(found, metal=device.has_metal())),
     )
 

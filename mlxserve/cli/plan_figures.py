@@ -23,7 +23,7 @@ from mlxserve.cache.spec import (
 )
 from mlxserve.config import EngineConfig
 from mlxserve.engine import cache_plan, estimates
-from mlxserve.engine.footprint import USEFUL_CONTEXT_TOKENS
+from mlxserve.engine.footprint import USEFUL_CONTEXT_TOKENS, Parts
 from mlxserve.errors import RequestError
 from mlxserve.memory import SPARE_FRACTION, StepShape, device_limit_bytes
 from mlxserve.report import count_binary as size
@@ -36,7 +36,8 @@ class PlannedModel:
     """A model as its config and the sizes of its files describe it. kind: its model_type.
 
     weight_bytes: once loaded on this device; counted: from the config, since no files are here.
-    float32: whether the files hold, or would hold, float32. step: what a step makes.
+    float32: whether the files hold, or would hold, float32. step: what a step makes. parts: of the
+    parameters.
     """
 
     name: str
@@ -48,6 +49,7 @@ class PlannedModel:
     counted: bool
     float32: bool
     step: StepShape
+    parts: Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +131,26 @@ def setting(
 def sections(at: Setting, asked: Mapping[str, Any]) -> dict[str, list[Figure]]:
     """The figures by heading; those of options that weren't given are left out."""
     found = {
-        "Cache": [*_layers(at), *_cache(at)],
-        MEMORY: list(_memory(at)),
+        "Cache": cache(at),
+        MEMORY: [*needs(at), *_room(at)],
         "Speed": [*_decode(at, asked), *_prefill(at, asked)],
+        **loads(asked),
+    }
+    return {heading: figures for heading, figures in found.items() if figures}
+
+
+def loads(asked: Mapping[str, Any]) -> dict[str, list[Figure]]:
+    """The sections that are of the load and its price alone, empty ones too."""
+    return {
         "Requests": list(_requests(asked)),
         "Speculation": list(_speculation(asked)),
         "Cost": [*_cost(asked), *_break_even(asked)],
     }
-    return {heading: figures for heading, figures in found.items() if figures}
+
+
+def cache(at: Setting) -> list[Figure]:
+    """What is kept, by kind of layer, per token and per user."""
+    return [*_layers(at), *_cache(at)]
 
 
 def _layers(at: Setting) -> Iterator[Figure]:
@@ -217,7 +231,8 @@ def _cache(at: Setting) -> Iterator[Figure]:
     )
 
 
-def _memory(at: Setting) -> Iterator[Figure]:
+def needs(at: Setting) -> Iterator[Figure]:
+    """What has to be held, on one machine or on several."""
     weights, load = at.model.weight_bytes, at.users * at.sequence_bytes()
     yield Figure(
         "weight_bytes",
@@ -242,6 +257,10 @@ def _memory(at: Setting) -> Iterator[Figure]:
         "weights + cache",
         f"{size(weights)} + {size(load)}",
     )
+
+
+def _room(at: Setting) -> Iterator[Figure]:
+    weights, load = at.model.weight_bytes, at.users * at.sequence_bytes()
     engine, share = EngineConfig(), 1 - SPARE_FRACTION
     tokens, rows = cache_plan.step_tokens(engine), engine.max_batch
     beside = max(0, share * (at.memory_bytes - weights) - at.room_bytes)
@@ -308,12 +327,12 @@ def _prefill(at: Setting, asked: Mapping[str, Any]) -> Iterator[Figure]:
     if "tflops" not in asked:
         return
     tokens, mfu = asked.get("prompt_tokens", at.context_tokens), asked.get("mfu", 0.5)
-    seconds = estimates.prefill_s(at.model.parameters, tokens, asked["tflops"] * 1e12, mfu)
+    took = estimates.prefill_s(at.model.parameters, tokens, asked["tflops"] * 1e12, mfu)
     yield Figure(
         "prefill_s",
         "prompt",
-        seconds,
-        f"{_seconds(seconds)} for {tokens:,} tokens",
+        took,
+        f"{seconds(took)} for {tokens:,} tokens",
         "2 * parameters * tokens / (FLOP/s * share of the peak)",
         f"2 * {at.model.parameters:,} * {tokens:,} / ({asked['tflops']:g}e12 * {mfu:g})",
     )
@@ -386,5 +405,6 @@ def _break_even(asked: Mapping[str, Any]) -> Iterator[Figure]:
     )
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:,.1f} s"
+def seconds(took: float) -> str:
+    """A time for people."""
+    return f"{took * 1e3:.0f} ms" if took < 1 else f"{took:,.1f} s"

@@ -2,24 +2,49 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from mlxserve.cache.spec import KVBits, token_bytes
-from mlxserve.cli.plan_figures import MEMORY, Figure, Setting, bits_name, sections
+from mlxserve.cli import plan_figures, plan_hosts
+from mlxserve.cli.plan_figures import MEMORY, Figure, Setting, bits_name
+from mlxserve.cli.plan_hosts import HOSTS
 from mlxserve.engine import estimates
 from mlxserve.report import count_binary as size
 
 PACKED = (KVBits(8, 8), KVBits(8, 4), KVBits(4, 4))
 
 
-def show(at: Setting, asked: Mapping[str, Any], *, explain: bool, as_json: bool) -> None:
-    """Print the plan: sections of figures and a table, or one JSON object."""
-    found = sections(at, asked)
-    rows = _choices(at)
+def show(
+    at: Setting,
+    asked: Mapping[str, Any],
+    hosts: Sequence[int] = (),
+    *,
+    explain: bool,
+    as_json: bool,
+) -> None:
+    """Print the plan: sections of figures and a table, or one JSON object.
+
+    hosts: bytes of memory of each, where several share the model.
+    """
+    if hosts:
+        shares = plan_hosts.ways(at, hosts)
+        found = plan_hosts.sections(at, shares, asked)
+        tables = {HOSTS: plan_hosts.table(shares)}
+        plain: dict[str, Any] = {"by_host": plan_hosts.plain(shares)}
+        notes = ()
+    else:
+        rows = _choices(at)
+        found = plan_figures.sections(at, asked)
+        tables = {MEMORY: _table(at, rows)}
+        plain = {"by_kv_bits": [row._asdict() for row in rows]}
+        notes = (
+            "longest = most tokens with users * cache of a user <= room for the cache",
+            "most users = floor(room for the cache / cache of a user)",
+        )
     if as_json:
-        print(json.dumps(_plain(at, found, rows, explain=explain)))
+        print(json.dumps(_plain(at, found, explain=explain) | plain))
         return
     model = at.model
     print(
@@ -28,25 +53,24 @@ def show(at: Setting, asked: Mapping[str, Any], *, explain: bool, as_json: bool)
     )
     for title, figures in found.items():
         print(f"\n{title}")
-        width = max(len(figure.label) for figure in figures)
-        for figure in figures:
-            print(f"  {figure.label:{width}}  {figure.text}")
+        _show(figures, explain=explain)
+        if title in tables:
+            _show_table(tables[title])
             if explain:
-                print(f"    = {figure.formula}")
-                if figure.numbers:
-                    print(f"    = {figure.numbers}")
-        if title == MEMORY:
-            _show_table(at, rows)
-            if explain:
-                print(
-                    "    longest = most tokens with users * cache of a user <= room for the cache"
-                )
-                print("    most users = floor(room for the cache / cache of a user)")
+                print(*(f"    {note}\n" for note in notes), sep="", end="")
 
 
-def _plain(
-    at: Setting, found: Mapping[str, list[Figure]], rows: list["_Row"], *, explain: bool
-) -> dict[str, Any]:
+def _show(figures: list[Figure], *, explain: bool) -> None:
+    width = max(len(figure.label) for figure in figures)
+    for figure in figures:
+        print(f"  {figure.label:{width}}  {figure.text}")
+        if explain:
+            print(f"    = {figure.formula}")
+            if figure.numbers:
+                print(f"    = {figure.numbers}")
+
+
+def _plain(at: Setting, found: Mapping[str, list[Figure]], *, explain: bool) -> dict[str, Any]:
     out: dict[str, Any] = {
         "model": at.model.name,
         "model_type": at.model.kind,
@@ -62,7 +86,6 @@ def _plain(
     }
     for title, figures in found.items():
         out[title.lower().replace(" ", "_")] = {f.name: f.value for f in figures}
-    out["by_kv_bits"] = [row._asdict() for row in rows]
     if explain:
         out["formulas"] = {
             f.name: " = ".join(filter(None, (f.formula, f.numbers)))
@@ -110,30 +133,27 @@ def _choices(at: Setting) -> list[_Row]:
     return rows
 
 
-def _show_table(at: Setting, rows: list[_Row]) -> None:
+def _table(at: Setting, rows: list[_Row]) -> list[tuple[str, ...]]:
     users = f"{at.users:,} user{'s' if at.users > 1 else ''}"
-    table = [
-        (
-            "CACHE BITS",
-            "PER TOKEN",
-            "CACHE",
-            "FITS",
-            f"LONGEST, {users}",
-            f"MOST USERS, {at.context_tokens:,}",
-        )
+    context = f"MOST USERS, {at.context_tokens:,}"
+    return [
+        ("CACHE BITS", "PER TOKEN", "CACHE", "FITS", f"LONGEST, {users}", context),
+        *(
+            (
+                row.kv_bits,
+                size(row.token_bytes),
+                size(row.load_bytes),
+                "yes" if row.fits else "NO",
+                f"{row.longest_context_tokens:,}",
+                f"{row.most_users:,}",
+            )
+            for row in rows
+        ),
     ]
-    table += [
-        (
-            row.kv_bits,
-            size(row.token_bytes),
-            size(row.load_bytes),
-            "yes" if row.fits else "NO",
-            f"{row.longest_context_tokens:,}",
-            f"{row.most_users:,}",
-        )
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+
+
+def _show_table(rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     print()
-    for cells in table:
+    for cells in rows:
         print("  " + "  ".join(map(str.rjust, cells, widths)))

@@ -7,6 +7,8 @@ raises RequestError for a value that is no number in its range, naming it.
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
 
 from mlxserve.cache.spec import (
     PAGE_TOKENS,
@@ -244,3 +246,35 @@ def break_even_tokens(fixed: float, bought: float, own: float) -> float:
     if bought <= own:
         raise RequestError(f"own is {own:g}; it must be below the price of bought ones, {bought:g}")
     return fixed / (bought - own) * 1e6
+
+
+def place_layers(
+    needs: Sequence[int], memories: Sequence[int], first: int = 0, last: int = 0
+) -> tuple[int, ...]:
+    """How many consecutive layers each host takes, at least one, for the best balance: the largest
+    share of a host's memory that is taken is as small as can be.
+
+    needs: bytes of each layer. memories: bytes of each host. first, last: bytes beside the layers
+    on the first host and on the last.
+    """
+    for memory in memories:
+        check_above_zero("memories", memory)
+    if not 0 < len(memories) <= len(needs):
+        raise RequestError(f"memories are {len(memories)} for {len(needs)} layers; give each one")
+    sums = [0, *accumulate(needs)]
+    hosts = len(memories)
+
+    @cache
+    def best(host: int, begin: int) -> tuple[float, tuple[int, ...]]:
+        """Of the hosts from `host` on: the smallest largest share, and their counts."""
+        beside = first * (host == 0) - sums[begin]
+        if host == hosts - 1:
+            return (beside + sums[-1] + last) / memories[host], (len(needs) - begin,)
+        choices = []
+        for end in range(begin + 1, len(needs) - (hosts - 1 - host) + 1):
+            share, counts = best(host + 1, end)
+            share = max(share, (beside + sums[end]) / memories[host])
+            choices.append((share, (end - begin, *counts)))
+        return min(choices)
+
+    return best(0, 0)[1]

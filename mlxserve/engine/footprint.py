@@ -74,6 +74,20 @@ class Footprint:
         return self.room_tokens >= self.context_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A model's parameters by place. attention: of all layers, what its heads divide.
+
+    first, last: before the layers and after them. An embedding that is the output head too counts
+    in both.
+    """
+
+    first: int
+    layers: tuple[int, ...]
+    last: int
+    attention: int
+
+
 def footprint(
     config: Mapping[str, Any],
     weight_bytes: int,
@@ -144,6 +158,24 @@ def loaded_bytes(
     if form == "panels":
         half_bits -= sum(elements.get(kind, 0) for kind in SYMMETRIC)
     return half_bits // 16
+
+
+def parts_of(module: nn.Module, layers: int) -> Parts:
+    """Count a model's parameters by place. layers: how many it has."""
+    first = last = attention = 0
+    counts = [0] * layers
+    tied = True
+    for name, array in cast(list, tree_flatten(module.parameters())):
+        steps = name.split(".")
+        if "layers" in steps:
+            counts[int(steps[steps.index("layers") + 1])] += array.size
+            attention += array.size * ("self_attn" in steps)
+        elif "embed_tokens" in steps:
+            first += array.size
+        else:
+            last += array.size
+            tied = tied and "lm_head" not in steps
+    return Parts(first, tuple(counts), last + first * tied, attention)
 
 
 def is_float32(config: Mapping[str, Any]) -> bool:

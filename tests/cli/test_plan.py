@@ -11,7 +11,7 @@ from mlxserve.cli.plan_figures import PlannedModel
 from mlxserve.cli.plan_report import show
 from mlxserve.config import EngineConfig
 from mlxserve.engine.core import Core
-from mlxserve.engine.footprint import footprint
+from mlxserve.engine.footprint import Parts, footprint
 from mlxserve.errors import RequestError
 from mlxserve.kernels.pages import arrays_of
 from mlxserve.memory import StepShape
@@ -279,6 +279,7 @@ def test_latents_and_states(capsys):
         weight_bytes=2000,
         counted=False,
         float32=False,
+        parts=Parts(100, (300, 300, 200), 100, 400),
         step=StepShape(ahead=50, heads=(1, 1, 0), outside=8, vocab_size=10, itemsize=4),
     )
     with pytest.raises(RequestError, match="--kv-bits is 8, and m keeps nothing that can be"):

@@ -1,6 +1,8 @@
 """Estimates against worked examples, real arrays, and pages counted one by one."""
 
+import itertools
 import math
+import random
 
 import mlx.core as mx
 import pytest
@@ -174,3 +176,31 @@ def test_a_number_that_is_out_of_range_is_named(call, name, value):
 def test_own_tokens_that_never_pay():
     with pytest.raises(RequestError, match="own is 2; it must be below"):
         est.break_even_tokens(100, 2, 2)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_layers_are_placed_as_well_as_trying_all_places_finds(seed):
+    rng = random.Random(seed)
+    needs = [rng.randint(1, 100) for _ in range(rng.randint(4, 9))]
+    memories = [rng.randint(1, 50) for _ in range(rng.randint(1, 4))]
+    first, last = rng.randint(0, 300), rng.randint(0, 300)
+
+    def worst(counts):
+        shares, begin = [], 0
+        for host, count in enumerate(counts):
+            held = sum(needs[begin : begin + count]) + first * (host == 0)
+            held += last * (host == len(memories) - 1)
+            shares.append(held / memories[host])
+            begin += count
+        return max(shares)
+
+    every = itertools.product(range(1, len(needs) + 1), repeat=len(memories))
+    best = min(worst(counts) for counts in every if sum(counts) == len(needs))
+    found = est.place_layers(needs, memories, first, last)
+    assert sum(found) == len(needs)
+    assert worst(found) == pytest.approx(best)
+
+
+def test_more_hosts_than_layers_are_refused():
+    with pytest.raises(RequestError, match="memories are 3 for 2 layers"):
+        est.place_layers([1, 1], [1, 1, 1])
