@@ -372,6 +372,7 @@ def test_ctrl_c_while_loading_ends_without_an_abort(smollm2_gguf, delay_s):
     assert child.returncode == -signal.SIGINT
 
 
+@pytest.mark.full
 def test_a_model_dropped_on_its_own_thread_just_ends(tiny_model_dir):
     """The garbage collector runs wherever memory is asked for, so also on the engine thread."""
     llm = mlxserve.load(tiny_model_dir)

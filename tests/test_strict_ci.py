@@ -34,16 +34,19 @@ def run(pytester, pytestconfig, monkeypatch):
     return run
 
 
+@pytest.mark.full
 def test_skip_fails_in_ci(run):
     result = run("true", CASES)
     result.assert_outcomes(failed=1, skipped=1, xfailed=1, passed=1)
     result.stdout.fnmatch_lines(["*skipped in CI, where nothing may be missing: no g++ here*"])
 
 
+@pytest.mark.full
 def test_skip_is_a_skip_elsewhere(run):
     run("", CASES).assert_outcomes(skipped=2, xfailed=1, passed=1)
 
 
+@pytest.mark.full
 def test_skipped_module_fails_in_ci(run):
     result = run("true", "import pytest\npytest.importorskip('no_such_module')")
     assert result.ret != 0

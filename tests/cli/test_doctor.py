@@ -95,6 +95,7 @@ def test_kernels(cli):
         assert expected in [line.split() for line in lines]
 
 
+@pytest.mark.full
 def test_kernels_of_a_mac_that_are_right(cli):
     done = cli.python(
         """
@@ -121,6 +122,7 @@ main()
     assert f"checking attention for {use}" in done.stderr
 
 
+@pytest.mark.full
 def test_kernels_that_fail_are_reported_and_make_the_exit_code_1(cli):
     done = cli("doctor", "--kernels", **stand_in("broken"))
     assert done.code == 1

@@ -100,6 +100,7 @@ def test_plan_help_groups_its_numbers(here):
     assert max(map(len, shown.splitlines())) <= 80
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "args",
     [
@@ -147,6 +148,7 @@ def test_a_command_line_that_makes_no_sense_gets_one_line(here, args, words):
     assert all(word in done.stderr for word in words)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("closed", "code"), [("<&-", 0), ("2>&-", 0), (">&-", 0)])
 def test_closed_streams_are_no_error(closed, code):
     command = f"{shlex.quote(sys.executable)} -m mlxserve ls --paths {closed}"

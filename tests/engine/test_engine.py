@@ -111,6 +111,7 @@ def test_logits_equal_transformers_at_every_position(tiny):
     assert difference.max() < 2e-3
 
 
+@pytest.mark.full
 def test_greedy_continuation_equals_transformers_across_pages_and_windows(tiny):
     ids = prompt(60)
     got = run(tiny, [request(ids, max_tokens=80)])["r"]
@@ -242,6 +243,7 @@ def test_logprobs_equal_transformers():
         assert [t for t, _ in delivery.logprob.top] == np.argsort(-row)[:3].tolist()
 
 
+@pytest.mark.full
 def test_prompt_logprobs_are_the_log_softmax_of_the_logits(tiny):
     ids = prompt(200)
     got = echoed(run(tiny, [request(ids, score=True, prompt_logprobs=4)])["r"])
@@ -257,6 +259,7 @@ def test_prompt_logprobs_are_the_log_softmax_of_the_logits(tiny):
     np.testing.assert_allclose(top, np.take_along_axis(exact, order, -1), atol=5e-6)
 
 
+@pytest.mark.full
 def test_an_echo_precedes_the_answer_and_changes_neither():
     """Chunks and blocks of any size, alone and with others, give the same bits."""
     tiny, ids = tiny_llama(**LONG), prompt(150)
@@ -272,6 +275,7 @@ def test_an_echo_precedes_the_answer_and_changes_neither():
         assert got[-1].usage.completion_tokens == 9
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("block_rows", [1, 7, 64])
 def test_the_size_of_a_block_changes_no_bit(monkeypatch, block_rows):
     tiny, ids = tiny_llama(**LONG), prompt(150)
@@ -371,6 +375,7 @@ def test_storage_may_grow_in_the_very_step_that_ends_the_last_request():
         assert out.qsize() == new
 
 
+@pytest.mark.full
 def test_logits_that_are_not_numbers_end_the_answer_with_a_reason():
     tiny = tiny_llama(**LONG)
     tiny.weights["model.norm.weight"] = mx.array(np.full(64, np.nan, np.float32))

@@ -85,6 +85,7 @@ def test_recorded_steps_give_the_same_bits(monkeypatch, name, packed):
     assert recorded == run(start(tiny, packed), requests(4))
 
 
+@pytest.mark.full
 @native
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "quantised"])
 @pytest.mark.parametrize("name", MODELS)

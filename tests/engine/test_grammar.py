@@ -328,6 +328,7 @@ def test_an_engine_refuses_what_a_grammar_would_lack(tiny, llm):
     bare.close()
 
 
+@pytest.mark.full
 def test_many_threads_may_ask_at_once(llm):
     """The first to ask compiles; all get answers of their own."""
     from concurrent.futures import ThreadPoolExecutor

@@ -210,6 +210,7 @@ def test_a_flood_does_not_hold_up_others_by_its_age():
 # Fairness.
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(
     longest=st.tuples(st.integers(1, 50), st.integers(1, 5000)),

@@ -103,6 +103,7 @@ def test_the_file_appears_complete_when_it_is_closed(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.full
 def test_memory_does_not_grow_with_the_trace(tmp_path):
     path = tmp_path / "trace.json"
     trace = Trace(path)

@@ -35,6 +35,7 @@ def check(paged, hq, dim, tolerance=2e-5, **how):
     np.testing.assert_allclose(run(paged, q, **how), expected, atol=tolerance)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
@@ -47,6 +48,7 @@ def test_kept_tokens_are_seen_beside_the_window(kernel_level, window, keep, dtyp
         check(paged, 4, 24)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["softcap", "sinks", "both"])
 @pytest.mark.parametrize(("window", "keep"), [(20, 10), (100, 70)])
 def test_kept_tokens_with_other_options(kernel_level, name, window, keep):
@@ -54,6 +56,7 @@ def test_kept_tokens_with_other_options(kernel_level, name, window, keep):
     check(paged, 3, 17, **options(name, 3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [(8, 8), (4, 8), (8, None), (None, 4)])
 @pytest.mark.parametrize(("window", "keep"), [(20, 10), (100, 70)])
 def test_kept_tokens_of_packed_pages(kernel_level, bits, window, keep):
@@ -61,6 +64,7 @@ def test_kept_tokens_of_packed_pages(kernel_level, bits, window, keep):
     check(paged, 4, 40)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", [4, 8, 16, 32])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_pages_of_other_sizes(kernel_level, page, dtype):
@@ -72,6 +76,7 @@ def test_pages_of_other_sizes(kernel_level, page, dtype):
             check(paged, 4, 24, **options("both", 4))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", [4, 16, P])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16], ids=str)
 def test_values_that_are_the_keys(kernel_level, page, dtype):

@@ -61,6 +61,7 @@ def test_shapes_and_dtypes(heads, dtype):
     check(Paged(ROWS, hk, dim, dtype=dtype, window=100), hq, dim, **options("both", hq))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("heads", ODD_HEADS)
 def test_odd_shapes(heads):
     hq, hk, dim = heads

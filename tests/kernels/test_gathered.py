@@ -193,6 +193,7 @@ print(total.hexdigest())
 """
 
 
+@pytest.mark.full
 @needs_native
 def test_the_number_of_threads_changes_nothing():
     digests = set()

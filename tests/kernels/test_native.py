@@ -48,6 +48,7 @@ def test_this_machine_has_native_kernels():
     assert [choice.implementation for choice in registry.report()] == ["native"] * len(registry.OPS)
 
 
+@pytest.mark.full
 @linux
 @pytest.mark.parametrize("level", ["avx2", "portable"])
 def test_level_and_threads_come_from_the_environment(level):

@@ -36,6 +36,7 @@ def pages(n, heads, dim, seed=0):
     return x.astype(np.float32)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("bits", [(8, 4), (4, 8)])
 @pytest.mark.parametrize(("heads", "dim"), [(2, 1), (1, 7), (3, 20), (2, 64), (1, 112)])

@@ -42,6 +42,7 @@ def test_every_bit_is_mlx_s(kind, kernel_level):
                 assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_every_bit_of_a_large_matrix(bits, kernel_level):
     w = mx.random.normal((1000, 2048), key=mx.random.key(bits))

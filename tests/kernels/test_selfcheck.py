@@ -60,6 +60,7 @@ def choose(use, **options):
     return choice
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("use", [FULL, EVERY_OPTION], ids=str)
 def test_a_kernel_that_is_right_and_fast_is_used(gpu, caplog, use):
     stand_in = gpu("right")
@@ -84,6 +85,7 @@ def test_a_kernel_that_is_slow_is_not_used(gpu):
     assert registry.metal(EVERY_OPTION) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "failure"), [
     ("wrong", "wrong result: attention is "),
     ("broken", "RuntimeError: [metal::Device] Unable to build metal library from source program_"),

@@ -124,6 +124,7 @@ def test_metrics_tell_what_is_under_way(llm, server):
     assert now["vllm:num_requests_running"] == now["vllm:kv_cache_usage_perc"] == 0
 
 
+@pytest.mark.full
 def test_asking_for_what_is_not_there_makes_no_new_series(server):
     for i in range(20):
         server.http.get(f"/v1/models/{i}")

@@ -188,6 +188,7 @@ def test_head_is_get_without_a_body(server):
     assert server.http.head("/nowhere").status_code == 404
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_full_queue_says_when_to_come_again(tiny_model_dir, stream):
     with mlxserve.load(tiny_model_dir, max_batch=1, max_queue=1) as llm, serving(llm) as server:

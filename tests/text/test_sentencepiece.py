@@ -63,6 +63,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Tokenizer.from_directory(path), processor(request.param)
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=150)
 @given(text=spacy_text | st.text(alphabet="ab ", max_size=60))
 def test_ids_and_text_are_the_librarys(both: tuple[Tokenizer, Any], text: str):
@@ -83,6 +84,7 @@ def test_the_name_of_a_byte_token_is_text(text: str):
     assert ids == processor("llama").encode(text)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("legacy", [None, False])
 @pytest.mark.parametrize("kind", ["llama", "whole_texts"])
 def test_the_same_as_transformers_llama_tokenizer(tmp_path: Path, kind: str, legacy: bool | None):

@@ -83,6 +83,7 @@ def test_an_empty_stop_string_is_refused():
         StopStrings(["ok", ""])
 
 
+@pytest.mark.full
 def test_time_is_linear_in_a_long_near_match():
     n = 300_000
     stream = StopStrings(["a" * n + "b"])

@@ -46,6 +46,7 @@ def test_streamed_text_is_the_decoded_text(tokenizer: Tokenizer, text: str):
     assert pieces[-1] == ""
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
 def test_any_ids_stream_to_what_they_decode_to(tokenizer: Tokenizer, data: st.DataObject):
