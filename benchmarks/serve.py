@@ -1,12 +1,15 @@
-"""What the HTTP server adds to the engine, as ratios within one run on a real model.
+"""The HTTP server beside its own engine, beside other servers, and while long prompts come in.
 
     python -m benchmarks.serve [--model smollm2-135m] [--streams 16] [--tokens 128] [--rounds 5]
-    python -m benchmarks.serve --url http://localhost:9000 --name MODEL    # another server's times
+    python -m benchmarks.serve --peer llama-server=http://localhost:9000 ...    # beside it
+    python -m benchmarks.serve --long    # 64 streams, while prompts of 7,000 tokens are tokenised
 
-The same requests go to the engine directly and through HTTP, alternately, to one loaded model. The
-client runs in a process of its own. Figures are medians over the rounds; run it on an idle machine.
-With --url it only measures that server: time to first token and between tokens at 1 to 32 streams,
-for a table beside ours (llama-server, mlx_lm.server).
+Alone: the same requests go to the engine directly and through HTTP, alternately, to one loaded
+model. With peers, which must be running with the same model: the same requests go to ours and to
+them in turns, at 1, 4, 16 and 32 streams. The client runs in a process of its own. Run it on an
+idle machine. A peer that was made ready for this:
+
+    llama-server -m MODEL.gguf --port 9000 -np 32 -c 32768 -t CORES
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +40,7 @@ from mlxserve.types import SamplingParams, TokenOut
 
 CLIENT = Path(__file__).with_name("serve_client.py")
 STREAMS = (1, 4, 16, 32)
-PROMPT_WORDS = 64
+PROMPT_NUMBERS = 16  # about 100 tokens
 
 
 @contextmanager
@@ -60,9 +64,9 @@ def server(llm: mlxserve.LLM, name: str) -> Iterator[str]:
         thread.join()
 
 
-def prompt(rng: random.Random) -> str:
-    """Words that no other prompt begins with, so that nothing of it is cached."""
-    return " ".join(f"{rng.randrange(10**6)}" for _ in range(PROMPT_WORDS // 4))
+def prompt(rng: random.Random, numbers: int = PROMPT_NUMBERS) -> str:
+    """Numbers that no other prompt begins with, so that nothing of it is cached."""
+    return " ".join(f"{rng.randrange(10**6)}" for _ in range(numbers))
 
 
 def through_http(url: str, name: str, prompts: list[str], tokens: int) -> list[list[float]]:
@@ -138,20 +142,88 @@ def overhead(args: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def times_of(url: str, name: str, tokens: int) -> dict[str, float]:
-    """A server's own times at several numbers of streams."""
+def beside(args: argparse.Namespace) -> dict[str, float]:
+    """Ours and the peers in turns: rates, and times to the first token and between tokens."""
     rng = random.Random(0)
-    through_http(url, name, [prompt(rng)], 4)
     found: dict[str, float] = {}
-    for streams in STREAMS:
-        times = through_http(url, name, [prompt(rng) for _ in range(streams)], tokens)
-        gaps = sorted(b - a for at_s in times for a, b in itertools.pairwise(at_s))
-        first = sorted(at_s[0] for at_s in times)
-        found[f"tokens_per_s_{streams}"] = rate(times)
-        for p in (50, 95, 99):
-            found[f"first_p{p}_s_{streams}"] = first[(len(first) - 1) * p // 100]
-            found[f"gap_p{p}_s_{streams}"] = gaps[(len(gaps) - 1) * p // 100]
+    with mlxserve.load(args.model) as llm, server(llm, args.name) as ours:
+        urls = {"mlxserve": ours, **dict(args.peer)}
+        for url in urls.values():
+            through_http(url, args.name, [prompt(rng)], 4)
+        for streams in args.at:
+            runs: dict[str, list[list[list[float]]]] = {name: [] for name in urls}
+            for _ in range(args.rounds):
+                for name, url in urls.items():
+                    texts = [prompt(rng) for _ in range(streams)]
+                    runs[name].append(through_http(url, args.name, texts, args.tokens))
+            for name, rounds in runs.items():
+                found |= {f"{name}_{key}_{streams}": x for key, x in _times(rounds).items()}
+                ratios = [rate(a) / rate(b) for a, b in zip(runs["mlxserve"], rounds, strict=True)]
+                if name != "mlxserve":
+                    found[f"ratio_to_{name}_{streams}"] = statistics.median(ratios)
     return found
+
+
+def _times(rounds: list[list[list[float]]]) -> dict[str, float]:
+    """Of all rounds together: the median rate, and percentiles of seconds."""
+    every = [at_s for times in rounds for at_s in times]
+    gaps = sorted(b - a for at_s in every for a, b in itertools.pairwise(at_s))
+    first = sorted(at_s[0] for at_s in every)
+    found = {"tokens_per_s": statistics.median(map(rate, rounds))}
+    for p in (50, 95, 99):
+        found[f"first_p{p}_s"] = first[(len(first) - 1) * p // 100]
+        found[f"gap_p{p}_s"] = gaps[(len(gaps) - 1) * p // 100]
+    return found
+
+
+def long_prompts(args: argparse.Namespace) -> dict[str, float]:
+    """The 99th percentile of steps at 64 streams: alone, and while long chats are tokenised.
+
+    One chat of 7,000 tokens each second, to be counted and not answered, so that the steps are of
+    the same rows.
+    """
+    rng = random.Random(0)
+    chat = [{"role": "user", "content": prompt(rng, 1000)}]
+    body = json.dumps({"model": "m", "max_tokens": 1, "messages": chat}).encode()
+    found: dict[str, list[float]] = {"alone": [], "beside": []}
+    counts: list[int] = []
+
+    def ask(url: str, over: threading.Event) -> None:
+        while not over.wait(1):
+            request = urllib.request.Request(f"{url}/v1/messages/count_tokens", body)
+            with urllib.request.urlopen(request) as got:
+                counts.append(json.load(got)["input_tokens"])
+
+    with mlxserve.load(args.model, max_batch=64) as llm, server(llm, "m") as url:
+        for _ in range(args.rounds):
+            for kind, steps in found.items():
+                over = threading.Event()
+                asking = threading.Thread(target=ask, args=(url, over))
+                if kind == "beside":
+                    asking.start()
+                times = through_http(url, "m", [prompt(rng, 1) for _ in range(64)], args.tokens)
+                over.set()
+                if kind == "beside":
+                    asking.join()
+                # What one stream sees, once all of them run.
+                begin = max(at_s[0] for at_s in times)
+                steps += [b - a for a, b in itertools.pairwise(times[0]) if a >= begin]
+    p99 = {kind: sorted(steps)[(len(steps) - 1) * 99 // 100] for kind, steps in found.items()}
+    return {
+        "prompt_tokens": statistics.median(counts),
+        "prompts": len(counts),
+        "alone_p99_s": p99["alone"],
+        "beside_p99_s": p99["beside"],
+        "ratio": p99["beside"] / p99["alone"],
+    }
+
+
+def peer(text: str) -> tuple[str, str]:
+    """NAME=URL."""
+    name, _, url = text.partition("=")
+    if not url:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't NAME=URL")
+    return name, url
 
 
 def main() -> None:
@@ -159,14 +231,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--streams", type=int, default=16, help="beside the engine")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--url", help="of a server that is running")
-    parser.add_argument("--name", default="smollm2-135m", help="of its model")
+    parser.add_argument("--peer", type=peer, action="append", metavar="NAME=URL")
+    parser.add_argument("--at", type=int, nargs="+", default=STREAMS, help="streams beside peers")
+    parser.add_argument("--name", default="smollm2-135m", help="what peers call the model")
+    parser.add_argument("--long", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    figures: Any = times_of(args.url, args.name, args.tokens) if args.url else overhead(args)
+    measure = long_prompts if args.long else beside if args.peer else overhead
+    figures: Any = measure(args)
     for name, value in figures.items():
         print(f"{name}: {value:.4g}")
     if args.json:
