@@ -5,16 +5,17 @@ RUN := $(VENV)/bin/python -m
 # The one to build .venv with; `make PYTHON=/path/to/python3.12 demo` chooses another.
 PYTHON := python3 python3.13 python3.12 python3.14 python3.11
 
-.PHONY: help demo test check test-slow lint model clean
+.PHONY: help demo test check test-slow test-clients clients lint model clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 help:
-	@echo 'make demo       install mlxserve and its default model, and see it answer'
-	@echo 'make check      lint, types, import rules and the fast tests: two minutes or so'
-	@echo 'make test       the same and every test but the slow ones: what CI runs'
-	@echo 'make test-slow  the slow tests'
-	@echo 'make clean      remove .venv and everything built'
+	@echo 'make demo          install mlxserve and its default model, and see it answer'
+	@echo 'make check         lint, types, import rules and the fast tests: two minutes or so'
+	@echo 'make test          the same and every test but the slow ones: what CI runs'
+	@echo 'make test-slow     the slow tests'
+	@echo 'make test-clients  those of them that talk to the server with other clients'
+	@echo 'make clean         remove .venv and everything built'
 
 demo: $(VENV)/runtime.stamp
 	$(VENV)/bin/mlxserve generate --prompt 'Why is the sky blue? Answer in two sentences.'
@@ -27,8 +28,14 @@ check: lint
 	@$(RUN) tests.support.sizes
 	@$(RUN) pytest -n 2 -m 'not slow and not real and not full'
 
-test-slow: model
+test-slow: model clients
 	@$(RUN) pytest -m slow
+
+test-clients: clients
+	@$(RUN) pytest tests/clients
+
+# Clients of the HTTP server that can't be installed beside the newest ones. Node's needs npm.
+clients: $(VENV)/clients.stamp
 
 model: $(VENV)/dev.stamp
 	@for name in smollm2-135m gemma3-270m; do $(VENV)/bin/mlxserve pull $$name || exit 1; done
@@ -47,6 +54,19 @@ lint: $(VENV)/dev.stamp
 $(VENV)/dev.stamp: $(VENV)/runtime.stamp
 	@$(RUN) pip install --group torch
 	@$(RUN) pip install --group dev
+	@touch $@
+
+CLIENTS := tests/clients
+
+$(VENV)/clients.stamp: $(CLIENTS)/requirements.txt $(CLIENTS)/package.json | $(VENV)/dev.stamp
+	@rm -rf $(VENV)/clients
+	@$(RUN) venv $(VENV)/clients
+	@$(VENV)/clients/bin/python -m pip install -r $(CLIENTS)/requirements.txt
+	@if command -v npm >/dev/null; then \
+	  npm install --prefix $(CLIENTS) --no-package-lock --no-audit --no-fund; \
+	else \
+	  echo 'no npm here: the npm client is left out'; \
+	fi
 	@touch $@
 
 NATIVE := setup.py $(wildcard mlxserve/kernels/cpu/*.cpp mlxserve/kernels/cpu/*.h)
@@ -75,5 +95,5 @@ $(VENV)/bin/python:
 	exit 1
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info mlxserve/kernels/cpu/*.so .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS)/node_modules build dist *.egg-info mlxserve/kernels/cpu/*.so .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,27 +11,38 @@ from mlxserve.errors import RequestError
 T = TypeVar("T")
 
 
-def checked_number(name: str, value: Any, low: float, high: float) -> float:
-    """A number of Python's or NumPy's, as a float. Raises RequestError that names it."""
+def checked_number(
+    name: str, value: Any, low: float, high: float, *, param: str | None = None
+) -> float:
+    """A number of Python's or NumPy's, as a float. Raises RequestError that names it.
+
+    param: the parameter that it is, where that has another name.
+    """
+    param = param or name
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise RequestError(f"{name} is {value!r}; it must be a number")
+        raise RequestError(f"{name} is {value!r}; it must be a number", param=param)
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not low <= number <= high:  # neither is NaN
-        raise RequestError(f"{name} is {number}; it must be between {low:g} and {high:g}")
+        raise RequestError(
+            f"{name} is {number}; it must be between {low:g} and {high:g}", param=param
+        )
     return number
 
 
-def checked_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """A whole number of Python's or NumPy's, as an int. Raises RequestError that names it."""
+def checked_integer(
+    name: str, value: Any, low: int, high: int | None = None, *, param: str | None = None
+) -> int:
+    """A whole number of Python's or NumPy's, as an int; as `checked_number`."""
+    param = param or name
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise RequestError(f"{name} is {value!r}; it must be a whole number")
+        raise RequestError(f"{name} is {value!r}; it must be a whole number", param=param)
     number = int(value)
     if number < low or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} is {number}; it must be {bounds}")
+        raise RequestError(f"{name} is {number}; it must be {bounds}", param=param)
     return number
 
 
@@ -40,7 +51,7 @@ def checked_tuple(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple | set | frozenset):
-        raise RequestError(f"{name} is {value!r}; it must be a list")
+        raise RequestError(f"{name} is {value!r}; it must be a list", param=name)
     return tuple(value)
 
 

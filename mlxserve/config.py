@@ -230,6 +230,7 @@ class ServerConfig:
     strict: refuse fields that nobody knows, rather than name them in a header.
     max_body_bytes, body_timeout_s: of a request's body, whose text takes a hundred times its size
         while it is made into tokens; max_tools: tools in it.
+    max_connections: that may be open at once; one more is told 503 and closed.
     header_timeout_s: for a request's head, and for the next one on a connection that is kept.
     send_timeout_s: for a client that stops reading its answer.
     grace_s: how long running answers may go on after SIGTERM.
@@ -251,6 +252,7 @@ class ServerConfig:
     max_body_bytes: int = 4 << 20
     body_timeout_s: float = 60.0
     max_tools: int = 128
+    max_connections: int = 2048
     header_timeout_s: float = 30.0
     send_timeout_s: float = 60.0
     grace_s: float = 30.0
@@ -264,7 +266,8 @@ class ServerConfig:
             raise RequestError(f"names is {self.names!r}; the model needs one")
         if not 0 <= self.port <= 65535:
             raise RequestError(f"port is {self.port}; it must be between 0 and 65535")
-        for name in ("requests_per_minute", "tokens_per_minute", "max_body_bytes", "max_tools"):
+        limits = ("requests_per_minute", "tokens_per_minute", "max_connections")
+        for name in (*limits, "max_body_bytes", "max_tools"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RequestError(f"{name} is {value}; it must be at least 1")

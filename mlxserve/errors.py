@@ -6,12 +6,28 @@ class MlxserveError(Exception):
 
 
 class RequestError(MlxserveError, ValueError):
-    """The request is wrong (a 4xx in HTTP): bad sampling values, an empty or too long prompt."""
+    """The request is wrong (a 4xx in HTTP): bad sampling values, an empty or too long prompt.
+
+    param: the parameter that is wrong, where it is one.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ContextError(RequestError):
     """The prompt is longer than the model, or the memory here, can take; its message says how long
     it may be."""
+
+    @classmethod
+    def of(cls, tokens: int, room: int, *, at_least: bool = False) -> "ContextError":
+        """tokens: of the prompt, or of which it has at least so many; room: for them."""
+        least = "at least " if at_least else ""
+        return cls(
+            f"the prompt is too long: it has {least}{tokens} tokens, and this model can take "
+            f"{room} here; shorten it"
+        )
 
 
 class CapacityError(MlxserveError):

@@ -98,6 +98,11 @@ class LLM:
         """Tokens of prompt and answer together, at the most."""
         return self._engine.info.context_tokens
 
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of a prompt that leaves room for an answer."""
+        return self.context_tokens - 1
+
     @overload
     def generate(
         self, prompt: Batch, *, n: Literal[1] = 1, **sampling: Any
@@ -318,10 +323,13 @@ class LLM:
     def _next_id(self) -> str:
         return f"r{next(self._ids)}"
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt: text, chat messages or ids. Raises RequestError."""
+    def encode(self, prompt: Prompt, *, max_tokens: int | None = None) -> list[int]:
+        """The token ids of a prompt: text, chat messages or ids. Raises RequestError.
+
+        max_tokens: see `Tokenizer.encode`.
+        """
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(prompt, max_tokens=max_tokens)
         if isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
         if not isinstance(prompt, list | tuple):
@@ -329,7 +337,8 @@ class LLM:
                 f"a prompt is {type(prompt).__name__}; it must be text, chat messages or token ids"
             )
         if _is_chat(prompt):
-            return self.tokenizer.apply_chat_template(prompt)
+            text = self.tokenizer.render_chat(prompt)
+            return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
                 raise RequestError(f"{token!r} among token ids; they must be whole numbers")
@@ -337,8 +346,10 @@ class LLM:
 
     def _answers(self, prompts: list[Any], params: SamplingParams) -> list[list[Answer]]:
         """Of each prompt, the answers to draw."""
+        most = self.max_prompt_tokens
         return [
-            self.prepare(self.encode(prompt), params, chat=_is_chat(prompt)) for prompt in prompts
+            self.prepare(self.encode(prompt, max_tokens=most), params, chat=_is_chat(prompt))
+            for prompt in prompts
         ]
 
     def _stream(self, answer: Answer) -> Iterator[Piece]:

@@ -4,10 +4,30 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxserve.types import Request, Timings, Usage
+from mlxserve.types import Request, ThinkingBudget, Timings, Usage
 
 SPARE_HOT_PAGES = 8  # that sequences which ended may hold, until a step has copied them
 NO_PAGE = -1  # in place of a page that a layer group doesn't hold
+
+
+@dataclass(slots=True)
+class Thought:
+    """How long an answer has been thinking. read: tokens of prompt and answer that it has seen."""
+
+    budget: ThinkingBudget
+    read: int
+    inside: bool
+    taken: int = 0
+
+    def must_close(self, ids: list[int]) -> bool:
+        """Whether its budget is used up and the next token must close it. ids: all known ones."""
+        for token in ids[self.read :]:
+            if token in (self.budget.opening, self.budget.closing):
+                self.inside = token == self.budget.opening
+            else:
+                self.taken += self.inside
+        self.read = len(ids)
+        return self.inside and self.taken >= self.budget.tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +53,7 @@ class Sequence:
         them.
     counts: occurrences of each token, an array `[V]` on the device, for penalties only.
     matcher: how far the answer has come in its grammar, a `text.matcher.Matcher`, or None.
+    thought: how long it has been thinking, if there is a budget for that.
     """
 
     request: Request
@@ -54,6 +75,7 @@ class Sequence:
     scored: int = 0
     counts: Any = None
     matcher: Any = None
+    thought: Thought | None = None
     finished: bool = False
     submitted_s: float = 0.0
     started_s: float | None = None
@@ -64,10 +86,11 @@ class Sequence:
     def start(cls, request: Request, context_tokens: int, submitted_s: float) -> "Sequence":
         """A sequence at its beginning; an answer ends where the context does."""
         seed = secrets.randbits(64) if request.params.seed is None else request.params.seed
-        room = context_tokens - len(request.prompt_ids)
-        wanted = request.params.max_tokens
+        prompt, thinking = len(request.prompt_ids), request.thinking
+        wanted, room = request.params.max_tokens, context_tokens - prompt
         return cls(
             request=request,
+            thought=thinking and Thought(thinking, prompt, thinking.inside),
             ids=list(request.prompt_ids),
             seed=seed,
             max_tokens=room if wanted is None else min(wanted, room),
@@ -93,6 +116,11 @@ class Sequence:
         prompt = len(self.request.prompt_ids)
         diverged_at = None if self.matched == prompt else self.matched
         return Usage(prompt, len(self.ids) - prompt, self.cached, diverged_at)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether what may come next depends on all that is known of the answer."""
+        return self.matcher is not None or self.thought is not None
 
     @property
     def total(self) -> int:

@@ -87,12 +87,17 @@ class SamplingParams:
                 self._set(name, checked_integer(name, value, low, high))
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+                raise RequestError(
+                    f"{name} is {getattr(self, name)!r}; it must be True or False", param=name
+                )
         if self.top_p == 0.0:
-            raise RequestError("top_p is 0, which keeps no token; use temperature=0 for greedy")
+            raise RequestError(
+                "top_p is 0, which keeps no token; use temperature=0 for greedy", param="top_p"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})"
+                f"min_tokens ({self.min_tokens}) is more than max_tokens ({self.max_tokens})",
+                param="min_tokens",
             )
         if self.top_logprobs:
             self._set("logprobs", True)
@@ -107,12 +112,14 @@ class SamplingParams:
     def _check_samples(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
             raise RequestError(
-                f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n"
+                f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n",
+                param="best_of",
             )
         if self.drawn > 1 and self.temperature == 0.0:
             raise RequestError(
                 f"{self._samples_asked}, and with temperature 0 all answers would be equal; set "
-                "temperature, or ask for one"
+                "temperature, or ask for one",
+                param="temperature",
             )
 
     def _check_grammar(self) -> None:
@@ -125,29 +132,33 @@ class SamplingParams:
         for name in ("ignore_eos", "min_tokens"):
             if value := getattr(self, name):
                 raise RequestError(
-                    f"{name} is {value}, and a grammar alone says where the answer ends; drop one"
+                    f"{name} is {value}, and a grammar alone says where the answer ends; drop one",
+                    param=name,
                 )
 
     def _set_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else checked_tuple("stop", self.stop)
         if len(stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"{len(stop)} stop strings; at most {MAX_STOP_STRINGS} work")
+            raise RequestError(
+                f"{len(stop)} stop strings; at most {MAX_STOP_STRINGS} work", param="stop"
+            )
         for text in stop:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop string {text!r} must be a non-empty string")
+                raise RequestError(f"stop string {text!r} must be a non-empty string", param="stop")
         self._set("stop", stop)
-        ids = checked_tuple("stop_token_ids", self.stop_token_ids)
-        self._set(
-            "stop_token_ids", tuple(checked_integer("a stop token id", token, 0) for token in ids)
-        )
+        name = "stop_token_ids"
+        ids = checked_tuple(name, self.stop_token_ids)
+        self._set(name, tuple(checked_integer("a stop token id", i, 0, param=name) for i in ids))
 
     def _set_logit_bias(self) -> None:
         biases = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(biases, Mapping):
-            raise RequestError(f"logit_bias is {biases!r}; it must map token ids to numbers")
+            raise RequestError(
+                f"logit_bias is {biases!r}; it must map token ids to numbers", param="logit_bias"
+            )
         checked = {
-            checked_integer("a logit_bias token id", token, 0): checked_number(
-                f"logit_bias[{token}]", bias, -1e9, 1e9
+            checked_integer("a logit_bias token id", token, 0, param="logit_bias"): checked_number(
+                f"logit_bias[{token}]", bias, -1e9, 1e9, param="logit_bias"
             )
             for token, bias in biases.items()
         }
@@ -205,6 +216,23 @@ _INTEGERS: dict[str, tuple[int, int | None]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ThinkingBudget:
+    """How many tokens an answer may think before the mark that closes its thinking is drawn.
+
+    opening, closing: ids of the marks around it. inside: whether the prompt ends after the first.
+    Raises RequestError for fewer than one token.
+    """
+
+    tokens: int
+    opening: int
+    closing: int
+    inside: bool = False
+
+    def __post_init__(self) -> None:
+        checked_integer("a thinking budget", self.tokens, 1, param="thinking")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One prompt to continue, or, with `score`, to read only.
 
@@ -219,10 +247,11 @@ class Request:
         cache, where timing would tell them.
     cache_salt: the same within a tenant: only requests with one salt find each other's prompts.
     adapter: the name of the adapter to run with, "" for none.
-    ttft_budget_s: refuse the request at once if its first token can't be there in so many seconds;
-        None waits as long as it takes.
+    ttft_budget_s: refuse the request if its first token can't be there in so many seconds: at once,
+        or when it has waited for so long; None waits as long as it takes.
     pin_s: keep what was computed for so many seconds after the end, before other prefixes, such as
         while a client's tools run; None: no longer than others.
+    thinking: how long it may think; None: as long as it wants to.
 
     Raises RequestError for a value out of range or not finite.
     """
@@ -239,6 +268,7 @@ class Request:
     adapter: str = ""
     ttft_budget_s: float | None = None
     pin_s: float | None = None
+    thinking: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         self.params.check_single("a request")
@@ -253,7 +283,10 @@ class Request:
         if self.ttft_budget_s is not None:
             budget = checked_number("ttft_budget_s", self.ttft_budget_s, 0.0, sys.float_info.max)
             if budget == 0.0:
-                raise RequestError("ttft_budget_s is 0, in which no token comes; use None for ever")
+                raise RequestError(
+                    "ttft_budget_s is 0, in which no token comes; use None for ever",
+                    param="ttft_budget_s",
+                )
             object.__setattr__(self, "ttft_budget_s", budget)
         if self.pin_s is not None:
             object.__setattr__(self, "pin_s", checked_number("pin_s", self.pin_s, 0.0, MAX_PIN_S))
@@ -280,25 +313,25 @@ class Request:
         n = len(self.prompt_ids)
         room = context_tokens + self.unread if self.score else context_tokens - 1
         if n > room:
-            raise ContextError(
-                f"the prompt has {n} tokens, and this model can take {room} here; shorten it"
-            )
+            raise ContextError.of(n, room)
         named = (
-            ("prompt token id", self.prompt_ids),
-            ("logit_bias token id", self.params.logit_bias),
-            ("stop token id", self.stop_ids.union(self.params.stop_token_ids)),
+            ("prompt token id", "prompt", self.prompt_ids),
+            ("logit_bias token id", "logit_bias", self.params.logit_bias),
+            ("stop token id", "stop_token_ids", self.stop_ids.union(self.params.stop_token_ids)),
         )
-        for name, ids in named:
+        for name, param, ids in named:
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise RequestError(
                         f"{name} {token} is out of range; this model's ids are 0 to "
-                        f"{vocab_size - 1}"
+                        f"{vocab_size - 1}",
+                        param=param,
                     )
         if self.params.top_k > vocab_size:
             raise RequestError(
                 f"top_k is {self.params.top_k}, over the vocabulary of {vocab_size}; "
-                "use 0 to keep all"
+                "use 0 to keep all",
+                param="top_k",
             )
 
 

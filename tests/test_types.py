@@ -109,7 +109,10 @@ def test_bad_engine_options_are_named(options, message):
         ({"prompt_ids": ()}, "the prompt is empty"),
         ({"prompt_ids": (1, 100)}, "prompt token id 100 is out of range; .* 0 to 99"),
         ({"prompt_ids": (-1,)}, "prompt token id -1 is out of range"),
-        ({"prompt_ids": (1,) * 20}, "the prompt has 20 tokens, and this model can take 19"),
+        (
+            {"prompt_ids": (1,) * 20},
+            "the prompt is too long: it has 20 tokens, and this model can take 19",
+        ),
         ({"params": SamplingParams(top_k=101)}, "top_k is 101, over the vocabulary of 100"),
         ({"params": SamplingParams(logit_bias={100: 1.0})}, "logit_bias token id 100"),
         ({"params": SamplingParams(stop_token_ids=(200,))}, "stop token id 200"),

@@ -58,6 +58,9 @@ def serve(
         Texts, _network("--cors-origin", metavar="URL", help="Of pages that may ask. Repeatable.")
     ] = None,
     max_body_mb: Annotated[int, _network_n("--max-body-mb", help="Of one request.")] = 4,
+    max_connections: Annotated[
+        int, _network_n("--max-connections", help="Open at once; one more is told 503.")
+    ] = 2048,
     grace: Annotated[
         float, _network_s("--grace", help="For running answers, after SIGTERM.")
     ] = 30.0,
@@ -141,6 +144,7 @@ def serve(
         tokens_per_minute=tokens_per_minute,
         strict=strict,
         max_body_bytes=max_body_mb << 20,
+        max_connections=max_connections,
         grace_s=grace,
         tool_format=tool_format,
         reasoning_format=reasoning_format,

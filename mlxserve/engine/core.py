@@ -45,10 +45,10 @@ class EngineStats:
     """A snapshot: what runs and waits now, and what has been done since the start.
 
     prefix_hits: ended requests that found something in the cache; cached_tokens: how much of their
-    prompts, in all. refused: requests that could not even wait. pages: sealed pages of the cache,
-    over all layer groups, of which sequences hold `pages_used`, and `pages_cached` are kept for
-    prompts that begin alike; cache_bytes: what the cache's arrays take now. busy_s: seconds with
-    steps under way; gap_s: of these, those in which the device waited for the next one.
+    prompts, in all. refused: requests that found no room or no time. pages: sealed pages of the
+    cache, over all layer groups, of which sequences hold `pages_used`, and `pages_cached` are kept
+    for prompts that begin alike; cache_bytes: what the cache's arrays take now. busy_s: seconds
+    with steps under way; gap_s: of these, those in which the device waited for the next one.
     """
 
     running: int = 0
@@ -198,8 +198,11 @@ class Core:
         if self.in_flight is not None and self.in_flight.plan.prompts:
             self._finish()
             return
+        now_s = time.perf_counter()
+        for out in self.scheduler.expire(now_s):
+            self._deliver(out)
         self._grow()
-        plan = self.scheduler.schedule(time.perf_counter())
+        plan = self.scheduler.schedule(now_s)
         self.meter.phase("schedule")
         if plan is None and self.in_flight is None and self.scheduler.busy:
             raise InvariantError("requests are waiting and none can be scheduled")

@@ -1,4 +1,7 @@
-"""The masks of a step: which tokens the grammars of its rows allow. Engine thread only."""
+"""The masks of a step: which tokens grammars, and budgets for thinking, allow in its rows.
+
+Engine thread only.
+"""
 
 from collections.abc import Sequence as Seq
 
@@ -33,12 +36,26 @@ class Masks:
             self._executor = LLExecutor()
         bits = np.zeros((len(seqs), -(-self._vocab_size // 32)), np.int32)
         live = [i for i, seq in enumerate(seqs) if not seq.finished]
-        for i in live:
+        formed = [i for i in live if seqs[i].matcher is not None]
+        for i in formed:
             seqs[i].matcher.follow(seqs[i].ids)
-        matchers = [(seqs[i].matcher.inner, i) for i in live]
+        matchers = [(seqs[i].matcher.inner, i) for i in formed]
         if matchers:
             fill_next_token_bitmask_par(self._executor, matchers, bits)
-        failures = {i: error for i in live if (error := seqs[i].matcher.failure) is not None}
-        bits[[i for i, seq in enumerate(seqs) if seq.finished or i in failures]] = -1
+        failures = {i: error for i in formed if (error := seqs[i].matcher.failure) is not None}
+        bits[[i for i in range(len(seqs)) if i not in formed or i in failures]] = -1
+        for i in live:
+            thought = seqs[i].thought
+            if thought is not None and thought.must_close(seqs[i].ids):
+                _allow_only(bits[i], thought.budget.closing)
         mask = np.take(_BYTE, bits.view(np.uint8), axis=0).reshape(len(seqs), -1)
         return mx.array(mask[:, : self._vocab_size]), failures
+
+
+def _allow_only(bits: np.ndarray, token: int) -> None:
+    """Of a row, int32 `[V / 32]`; unless a grammar forbids it now, in the midst of a character."""
+    at, bit = token // 32, np.uint32(1 << token % 32)
+    words = bits.view(np.uint32)
+    if words[at] & bit:
+        words[:] = 0
+        words[at] = bit

@@ -69,6 +69,7 @@ class WaitingQueue:
         self.ageing_s = ageing_s
         self._preempted: list[Sequence] = []
         self._arrived: dict[Sequence, None] = {}
+        self._hurried: dict[Sequence, float] = {}  # those with a budget -> when it has passed
         self._lines: dict[tuple[int, str], _Line] = {}
         self._waiting: dict[str, int] = {}  # tenants in some line -> tokens served
         self._others: OrderedDict[str, int] = OrderedDict()  # the rest, last served last
@@ -91,6 +92,8 @@ class WaitingQueue:
             least = min(self._waiting.values(), default=0)
             self._waiting[tenant] = max(self._others.pop(tenant, 0), least)
         self._arrived[seq] = None
+        if (budget_s := seq.request.ttft_budget_s) is not None:
+            self._hurried[seq] = seq.submitted_s + budget_s
         self._lines.setdefault(_key(seq), _Line()).seqs[seq] = None
 
     def add_front(self, seq: Sequence) -> None:
@@ -100,6 +103,13 @@ class WaitingQueue:
         before the others.
         """
         insort_left(self._preempted, seq, key=lambda seq: seq.submitted_s)
+
+    def late(self, now_s: float) -> list[Sequence]:
+        """Those that wait and whose first token can't be there in time any more.
+
+        O(sequences with a budget).
+        """
+        return [seq for seq, until_s in self._hurried.items() if now_s >= until_s]
 
     def head(self, now_s: float, cached: Callable[[Sequence], int]) -> Sequence | None:
         """The next to start, which stays in the queue; None if nothing waits.
@@ -132,6 +142,7 @@ class WaitingQueue:
             self._preempted.remove(seq)
             return
         del self._arrived[seq]
+        self._hurried.pop(seq, None)
         key = _, tenant = _key(seq)
         del self._lines[key].seqs[seq]
         if self._lines[key].seqs:

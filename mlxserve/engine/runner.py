@@ -77,9 +77,7 @@ class InFlight:
 
     def _sample(self, logits: mx.array) -> None:
         best, self._finite = select.greedy(logits)
-        self.constrained = [
-            row for row, chunk in enumerate(self.sampled) if chunk.seq.matcher is not None
-        ]
+        self.constrained = [row for row, chunk in enumerate(self.sampled) if chunk.seq.constrained]
         free = self._free_rows()
         drawn = [self._draw(logits, best, free)] if free else []
         if self.constrained:

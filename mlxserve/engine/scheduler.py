@@ -116,6 +116,20 @@ class Scheduler:
                 f"{budget_s:g} s; try again later, or allow more"
             )
 
+    def expire(self, now_s: float) -> list[TokenOut]:
+        """End the sequences that have waited for as long as their first token may take."""
+        outs = []
+        for seq in self.waiting.late(now_s):
+            self.counts.refused += 1
+            self._retire(seq)
+            error = CapacityError(
+                f"it waited for {now_s - seq.submitted_s:.1f} s, and the request allows "
+                f"{seq.request.ttft_budget_s:g} s for its first token; try again later, or allow "
+                "more"
+            )
+            outs.append(TokenOut(request_id=seq.request.id, error=error))
+        return outs
+
     def abort(self, seq: Sequence) -> None:
         """Forget a sequence that runs or waits, and free its pages."""
         self._retire(seq)

@@ -28,7 +28,7 @@ DIALECT = Dialect(
 
 
 class Thinking(Struct, kw_only=True):
-    """type: enabled, adaptive or disabled. budget_tokens: a wish that no model here knows."""
+    """type: enabled, adaptive or disabled. budget_tokens: of thinking, at the most."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None

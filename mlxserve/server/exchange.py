@@ -36,7 +36,7 @@ class Exchange(Protocol):
         """Take in what is new of an answer that will be told as a whole."""
         ...
 
-    def reply(self) -> msgspec.Struct:
+    async def reply(self) -> msgspec.Struct:
         """All of it, once it has ended."""
         ...
 
@@ -70,7 +70,7 @@ async def answer(request: Request, prepare: Prepare) -> Response:
     finally:
         gone.cancel()
         delivery.close()
-    return reply(exchange.reply(), head)
+    return reply(await exchange.reply(), head)
 
 
 async def _watch(receive: Receive, delivery: Delivery) -> None:

@@ -5,20 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlxserve.server.tools import GENERIC_FORMAT
-from mlxserve.text.parsers import detect_reasoning_format, detect_tool_format, make_parser
+from mlxserve.text.parsers import (
+    REASONING_FORMATS,
+    detect_reasoning_format,
+    detect_tool_format,
+    make_parser,
+)
 from mlxserve.text.tokenizer import Tokenizer
+from mlxserve.types import ThinkingBudget
 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
     """How a model writes tool calls and reasoning. tools: None if that isn't known.
 
-    generic: its template knows no tools, so they are described in the chat.
+    generic: its template knows no tools, so they are described in the chat. marks: ids of the marks
+    around reasoning; None where they aren't one token each.
     """
 
     tools: str | None
     reasoning: str | None
     generic: bool
+    marks: tuple[int, int] | None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, tools: str | None, reasoning: str | None) -> Formats:
@@ -26,7 +34,26 @@ class Formats:
         templates = "\n".join(tokenizer.chat_templates.values())
         generic = "tools" not in templates
         found = GENERIC_FORMAT if generic else detect_tool_format(templates)
-        return cls(tools or found, reasoning or detect_reasoning_format(templates), generic)
+        reasoning = reasoning or detect_reasoning_format(templates)
+        return cls(tools or found, reasoning, generic, _marks(tokenizer, reasoning))
+
+    def budget(self, tokens: int | None, prompt: str) -> ThinkingBudget | None:
+        """For the answer to a rendered prompt; None where it can't be kept. Raises RequestError."""
+        if tokens is None or self.marks is None:
+            return None
+        opening, closing = self.marks
+        inside = REASONING_FORMATS[str(self.reasoning)].opened_by(prompt)
+        return ThinkingBudget(tokens=tokens, opening=opening, closing=closing, inside=inside)
 
     def __post_init__(self) -> None:
         make_parser(self.tools, self.reasoning)  # raises RequestError for a name that isn't known
+
+
+def _marks(tokenizer: Tokenizer, reasoning: str | None) -> tuple[int, int] | None:
+    if reasoning not in REASONING_FORMATS:
+        return None
+    found = REASONING_FORMATS[reasoning]
+    opening, closing = (
+        tokenizer.encode(mark, add_special_tokens=False) for mark in (found.opens, found.closes)
+    )
+    return (opening[0], closing[0]) if len(opening) == len(closing) == 1 else None

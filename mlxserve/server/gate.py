@@ -11,7 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxserve.config import ServerConfig
 from mlxserve.server.journal import Journal
-from mlxserve.server.problems import Problem, problem_of, response
+from mlxserve.server.problems import RETRY_AFTER_S, Problem, problem_of, response
+from mlxserve.server.protocol import EXCESS
 from mlxserve.server.tenants import Tenants
 
 OPEN_PATHS = ("/health", "/ready", "/metrics", "/openapi.json")
@@ -34,6 +35,7 @@ class Gate:
         self._app = app
         self._tenants = tenants
         self._journal = journal
+        self._max_connections = config.max_connections
         self._hosts = None if "*" in config.allowed_hosts else _hosts(config)
         any_page = config.api_keys or "*" in config.cors_origins  # keys are what no page has
         self._origins = None if any_page else frozenset(config.cors_origins)
@@ -43,11 +45,14 @@ class Gate:
             await self._app(scope, receive, send)
             return
         status, started_s = 0, time.perf_counter()
+        excess = scope["state"].get(EXCESS, False)
 
         async def noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if excess:
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
             await send(message)
 
         try:
@@ -56,7 +61,7 @@ class Gate:
         except (Exception, asyncio.CancelledError) as error:
             problem = problem_of(error)
             if not status and problem.status != 499:  # there is nobody to tell
-                await response(problem, scope["path"])(scope, receive, send)
+                await response(problem, scope["path"])(scope, receive, noted)
             status = status or problem.status
         finally:
             self._journal.note(scope, status or 499, started_s)
@@ -75,6 +80,13 @@ class Gate:
             )
         if scope["path"] in OPEN_PATHS:
             return
+        if scope["state"].get(EXCESS):
+            raise Problem(
+                503,
+                f"{self._max_connections} connections are open, the most that may; close some, or "
+                "try again later",
+                retry_after_s=RETRY_AFTER_S,
+            )
         tenant = self._tenants.of(headers.get("authorization"), headers.get("x-api-key"))
         if scope["method"] == "POST":
             self._tenants.admit(tenant)

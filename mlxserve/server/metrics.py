@@ -104,7 +104,7 @@ class _Engine(Collector):
             "mlxserve_prefix_hits": ("Requests that found some.", now.prefix_hits),
             "mlxserve_completion_tokens": ("Tokens drawn.", now.completion_tokens),
             "mlxserve_preemptions": ("Requests that had to start over.", now.preemptions),
-            "mlxserve_refused": ("Requests that could not even wait.", now.refused),
+            "mlxserve_refused": ("Requests refused for want of room or time.", now.refused),
             "mlxserve_step_seconds": ("Seconds with steps under way.", now.busy_s),
             "mlxserve_step_gap_seconds": ("Of these, waiting for the next.", now.gap_s),
         }

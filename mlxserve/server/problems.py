@@ -71,7 +71,7 @@ def problem_of(error: BaseException) -> Problem:
         case ContextError():
             return Problem(400, str(error), code="context_length_exceeded")
         case RequestError():
-            return Problem(400, str(error))
+            return Problem(400, str(error), param=error.param)
         case CapacityError():
             return Problem(429, str(error), code="overloaded", retry_after_s=RETRY_AFTER_S)
         case EngineDead():

@@ -12,21 +12,37 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mlxserve.config import ServerConfig
 from mlxserve.server.problems import ErrorReply, Problem
 
+EXCESS = "excess"
+"""In the state of a request: its connection is one more than may be open."""
+
+MAX_EXCESS = 128
+"""Connections beyond those that may be open, to be told so; any more are closed at once."""
+
+EXCESS_HEAD_S = 1.0
+"""For the head on such a connection."""
+
 
 class Protocol(H11Protocol):
     """Closes connections on which no head arrives in time, and those that nobody reads from.
 
-    Without the second, a client that stops reading would hold its answers' pages for ever.
+    Without the second, a client that stops reading would hold its answers' pages for ever. What
+    comes on a connection that is one too many is marked as `EXCESS`, for the gate to refuse.
     """
 
     def __init__(self, *args: Any, limits: ServerConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._head_s = limits.header_timeout_s
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if (excess := len(self.connections) - self._limits.max_connections) > 0:
+            self.app_state = {**self.app_state, EXCESS: True}
+            self._head_s = min(EXCESS_HEAD_S, self._head_s)
+            if excess > MAX_EXCESS:
+                transport.abort()
         self._await_head()
 
     def handle_events(self) -> None:
@@ -71,8 +87,7 @@ class Protocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._head = _stopped(self._head)
         elif self._head is None and not self.transport.is_closing():
-            wait_s = self._limits.header_timeout_s
-            self._head = self.loop.call_later(wait_s, self.transport.close)
+            self._head = self.loop.call_later(self._head_s, self.transport.close)
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> None:

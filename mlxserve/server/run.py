@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -19,7 +20,7 @@ from mlxserve.config import ServerConfig
 from mlxserve.errors import RequestError
 from mlxserve.llm import LLM
 from mlxserve.server.app import make_app
-from mlxserve.server.protocol import Protocol
+from mlxserve.server.protocol import MAX_EXCESS, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,16 @@ SWITCH_INTERVAL_S = 0.0005
 
 BACKLOG = 2048
 
+SPARE_FILES = 2 * MAX_EXCESS
+"""That the process may open beside its clients' connections."""
+
 LAST_WORDS_S = 2
 """After the engine's death, for telling clients of it."""
 
 
 def listen(config: ServerConfig) -> socket.socket:
     """A socket at the server's address. Raises RequestError: before a model is loaded for it."""
+    _allow_files(config.max_connections + SPARE_FILES)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
@@ -42,6 +47,23 @@ def listen(config: ServerConfig) -> socket.socket:
         raise RequestError(
             f"can't listen at {config.host}:{config.port}: {reason}; choose another --port or "
             "--host"
+        ) from None
+
+
+def _allow_files(wanted: int) -> None:
+    """Let this process open so many, since each connection is one, and a shell allows 256 or 1024.
+
+    Raises RequestError where the system doesn't.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError):
+        raise RequestError(
+            f"max_connections is {wanted - SPARE_FILES}, and this process may open {hard} files; "
+            "allow fewer with --max-connections, or more files with `ulimit -Hn`"
         ) from None
 
 

@@ -22,8 +22,8 @@ class Sampling(Struct, kw_only=True):
 
     Ours: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos; priority: of
     waiting requests, a smaller number starts first; cache_salt: only prompts with the same one
-    share what is computed; ttft_budget_s: refuse the request at once if its first token can't be
-    there in so many seconds.
+    share what is computed; ttft_budget_s: refuse the request if its first token can't be there
+    in so many seconds: at once, or when it has waited for so long.
     """
 
     model: str | None = None

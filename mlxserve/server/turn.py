@@ -31,7 +31,11 @@ OURS = frozenset(inspect.signature(Tokenizer.render_chat).parameters)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A chat to answer, in no dialect. sampling: the parameters, once the grammar is known."""
+    """A chat to answer, in no dialect.
+
+    sampling: the parameters, once the grammar is known; thinking_tokens: at most, where the model's
+    marks let that be enforced.
+    """
 
     messages: Sequence[dict[str, Any]]
     tools: Tools
@@ -39,6 +43,7 @@ class Asked:
     sampling: Callable[[Grammar | None], SamplingParams]
     variables: Mapping[str, Any]
     options: Mapping[str, Any]
+    thinking_tokens: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -91,16 +96,29 @@ class Turn:
         """The model's own, or a new one. Mistral's templates take only nine letters and digits."""
         return call.id or (new_id("")[:9] if self._format == "mistral" else new_id(prefix))
 
-    def reasoning_tokens(self, tokenizer: Tokenizer) -> int:
-        """Tokens that all answers spent on reasoning."""
-        texts = ["".join(said.reasoning) for said in self.said]
-        return sum(len(tokenizer.encode(t, add_special_tokens=False)) for t in texts if t)
+    async def reasoning_tokens(self, served: Service) -> int:
+        """Tokens that all answers spent on reasoning. Counted beside the loop: they may be many."""
+        texts = ["".join(said.reasoning) for said in self.said if said.reasoning]
+        encode = served.llm.tokenizer.encode
+
+        def count() -> int:
+            return sum(len(encode(text, add_special_tokens=False)) for text in texts)
+
+        return await served.prepare(count) if texts else 0
 
 
 def prompt_of(
-    served: Service, messages: Sequence[dict[str, Any]], tools: Tools, variables: Mapping[str, Any]
+    served: Service,
+    messages: Sequence[dict[str, Any]],
+    tools: Tools,
+    variables: Mapping[str, Any],
+    *,
+    max_tokens: int | None = None,
 ) -> tuple[str, list[int]]:
-    """The prompt that a chat becomes, as text and as ids. Raises RequestError, Problem."""
+    """The prompt that a chat becomes, as text and as ids. Raises RequestError, Problem.
+
+    max_tokens: see `Tokenizer.encode`.
+    """
     for name in OURS:
         if name in variables:
             raise Problem(
@@ -112,7 +130,8 @@ def prompt_of(
     if served.formats.generic:
         messages, offered = tell_generically(messages, tools.offered), None
     text = served.llm.tokenizer.render_chat(messages, tools=offered, **variables)
-    return text, served.llm.tokenizer.encode(text, add_special_tokens=False)
+    tokenizer = served.llm.tokenizer
+    return text, tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
 
 def prepare(served: Service, asked: Asked) -> Turn:
@@ -124,7 +143,8 @@ def prepare(served: Service, asked: Asked) -> Turn:
             "how this model writes tool calls isn't known; start the server with --tool-format",
             param="tools",
         )
-    text, ids = prompt_of(served, asked.messages, tools, asked.variables)
+    most = served.llm.max_prompt_tokens
+    text, ids = prompt_of(served, asked.messages, tools, asked.variables, max_tokens=most)
     params = asked.sampling(_grammar(served, tools, asked.grammar))
 
     def parser() -> OutputParser:
@@ -132,7 +152,8 @@ def prepare(served: Service, asked: Asked) -> Turn:
         return make_parser(tool_format, formats.reasoning, tools=tools.offered, prompt=text)
 
     parsers = [parser() for _ in range(params.drawn)]
-    answers = served.llm.prepare(ids, params, chat=True, keep=parsers[0].keeps, **asked.options)
+    options = {**asked.options, "thinking": formats.budget(asked.thinking_tokens, text)}
+    answers = served.llm.prepare(ids, params, chat=True, keep=parsers[0].keeps, **options)
     return Turn(Delivery(served.llm, served.mailbox, answers), parsers, formats.tools)
 
 

@@ -15,7 +15,8 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF = _byte_alphabet()
+"""The byte that a letter of that alphabet stands for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +47,7 @@ class Decoding:
             if added:
                 return written.encode()
             try:
-                return bytes([_BYTE_OF[char] for char in written])
+                return bytes([BYTE_OF[char] for char in written])
             except KeyError:  # not spelled in the alphabet, so meant literally
                 return written.encode()
         if self.byte_fallback and (byte := _fallback_byte(written)) is not None:

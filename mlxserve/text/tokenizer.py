@@ -6,10 +6,12 @@ that a long prompt being tokenised elsewhere doesn't hold up the engine's step.
 
 import operator
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import SupportsIndex
 
-from mlxserve.errors import RequestError
+from mlxserve.errors import ContextError, RequestError
+from mlxserve.text.bounds import Bound, bound_of
 from mlxserve.text.chat import ChatTemplate
 from mlxserve.text.gguf_vocab import read_gguf_vocab
 from mlxserve.text.hf_files import read_directory
@@ -68,15 +70,28 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    @cached_property
+    def _bound(self) -> Bound | None:
+        return bound_of(self._backend)
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """The ids of a text. Special tokens written in it are recognised.
 
         add_special_tokens: put the ids first that the model wants before a prompt (most often its
         BOS, or nothing). An end token is never added.
-        Raises RequestError for what isn't a string of valid Unicode.
+        max_tokens: a text that has more for sure isn't made into tokens, which takes seconds for a
+        few megabytes; one that turns out to have more is given as it is.
+        Raises RequestError for what isn't a string of valid Unicode, ContextError for a text that
+        has more than max_tokens for sure.
         """
         if not isinstance(text, str):
             raise RequestError(f"the text is a {type(text).__name__}; give a string")
+        if max_tokens is not None and len(text) > max_tokens and self._bound is not None:
+            least = self._bound.tokens_at_least(text)
+            if least > max_tokens:
+                raise ContextError.of(least, max_tokens, at_least=True)
         try:
             text.encode()
         except UnicodeEncodeError as error:

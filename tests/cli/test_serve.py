@@ -185,6 +185,7 @@ def test_a_port_in_use_is_said_before_the_model_is_loaded(here, tiny_model_dir):
         (["--grace", "0"], ["grace_s is 0"]),
         (["--grace", "nan"], ["grace_s is nan"]),
         (["--max-body-mb", "0"], ["max_body_bytes is 0"]),
+        (["--max-connections", "0"], ["max_connections is 0"]),
         (["--max-queue", "0"], ["max_queue is 0"]),
         (["--temperature", "-1"], ["temperature is -1"]),
         (["--policy", "best"], ["policy", "fcfs"]),

@@ -11,6 +11,7 @@ from mlxserve.cache.groups import group_layers
 from mlxserve.cache.manager import CacheManager
 from mlxserve.cache.spec import FullKV, State, WindowKV
 from mlxserve.engine.scheduler import ChunkResult, Scheduler
+from mlxserve.errors import CapacityError
 from mlxserve.sequence import Sequence
 from mlxserve.types import Request, SamplingParams
 from tests.support.schedules import PaperEngine
@@ -46,6 +47,41 @@ def drive(scheduler, *, ahead=True, draw=lambda ids: 5, after_step=lambda n: Non
         after_step(engine.steps)
     engine.drain()
     return engine.outputs
+
+
+def hurried(name, at_s, budget_s):
+    params = SamplingParams(max_tokens=10)
+    request = Request(id=name, prompt_ids=(1, 2), params=params, ttft_budget_s=budget_s)
+    return Sequence.start(request, 100, at_s)
+
+
+def test_who_waited_for_as_long_as_the_first_token_may_take_is_refused():
+    scheduler = make(max_batch=1)
+    scheduler.add(hurried("runs", at_s=1.0, budget_s=0.5))
+    scheduler.schedule(1.0)
+    scheduler.add(hurried("long", at_s=1.0, budget_s=9.0))
+    scheduler.add(hurried("short", at_s=2.0, budget_s=2.0))
+    scheduler.add(sequence("patient", 10))
+    assert scheduler.expire(3.9) == []
+    (out,) = scheduler.expire(4.5)
+    assert out.request_id == "short"
+    assert isinstance(out.error, CapacityError)
+    assert "it waited for 2.5 s, and the request allows 2 s" in str(out.error)
+    assert scheduler.counts.refused == 1
+    assert [seq.request.id for seq in scheduler.waiting] == ["long", "patient"]
+    assert [out.request_id for out in scheduler.expire(99.0)] == ["long"]  # not the one that runs
+    assert [seq.request.id for seq in scheduler.running] == ["runs"]
+    scheduler.check_integrity()
+
+
+def test_who_was_preempted_is_no_longer_in_a_hurry():
+    scheduler = make(max_batch=1)
+    seq = hurried("a", at_s=1.0, budget_s=0.5)
+    scheduler.add(seq)
+    scheduler.schedule(1.0)
+    scheduler._preempt(seq)
+    assert seq in scheduler.waiting
+    assert scheduler.expire(99.0) == []
 
 
 def test_a_prompt_is_cut_to_the_budget_and_then_decoded():

@@ -5,13 +5,15 @@ import http.client
 import json
 import logging
 import os
+import resource
 import threading
 import time
 
 import pytest
 
 import mlxserve
-from mlxserve.server import delivery
+from mlxserve.errors import RequestError
+from mlxserve.server import delivery, protocol
 from tests.support.serving import NAME, serving, wait_until
 
 pytestmark = pytest.mark.full
@@ -101,6 +103,73 @@ def test_a_slow_reader_is_not_dropped(llm):
                 got += data
                 time.sleep(0.001)
         assert got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+def ask(server, path, data=b"{}"):
+    """The answer to a POST on a connection of its own, and whether the server closed that."""
+    with server.open_socket() as sock:
+        sock.sendall(server.post(path, data).replace(b"Connection: close\r\n", b""))
+        response = http.client.HTTPResponse(sock)
+        response.begin()
+        return response, json.loads(response.read())
+
+
+def test_a_connection_too_many_is_told_so_and_closed(llm):
+    with serving(llm, max_connections=2) as server:
+        held = [server.open_socket() for _ in range(2)]
+        wait_until(lambda: server.connections() == 2, "both are open")
+        for path, kind in (
+            ("/v1/completions", "server_error"),
+            ("/v1/messages", "overloaded_error"),
+        ):
+            response, told = ask(server, path)
+            assert (response.status, response.headers["connection"]) == (503, "close")
+            assert int(response.headers["retry-after"]) >= 1
+            assert told["error"]["type"] == kind
+            assert "2 connections are open" in told["error"]["message"]
+        with server.open_socket() as probe:  # who looks after the server still hears of it
+            probe.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            response = http.client.HTTPResponse(probe)
+            response.begin()
+            assert (response.status, response.headers["connection"]) == (200, "close")
+        held[0].sendall(server.post("/v1/completions", body(max_tokens=1)))
+        assert held[0].recv(100).startswith(b"HTTP/1.1 200")  # those that are open aren't touched
+        held[0].close()
+        wait_until(lambda: server.connections() == 1, "there is room again")
+        assert ask(server, "/v1/completions", body(max_tokens=1))[0].status == 200
+        held[1].close()
+
+
+def test_a_connection_too_many_may_not_be_silent(llm, monkeypatch):
+    monkeypatch.setattr(protocol, "EXCESS_HEAD_S", 0.05)
+    with serving(llm, max_connections=1) as server, server.open_socket():
+        wait_until(lambda: server.connections() == 1, "it is open")
+        with server.open_socket() as silent:
+            assert silent.recv(100) == b""
+
+
+def test_a_crowd_is_closed_at_once(llm, monkeypatch):
+    monkeypatch.setattr(protocol, "MAX_EXCESS", 1)
+    with serving(llm, max_connections=1) as server, server.open_socket(), server.open_socket():
+        wait_until(lambda: server.connections() == 2, "both are open")
+        with server.open_socket() as third, contextlib.suppress(ConnectionResetError):
+            assert third.recv(100) == b""
+
+
+def test_as_many_files_as_connections_may_be_open(llm):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))  # as a shell may have it
+        with serving(llm, max_connections=600):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 600
+        if hard != resource.RLIM_INFINITY:
+            with (
+                pytest.raises(RequestError, match="--max-connections"),
+                serving(llm, max_connections=hard),
+            ):
+                pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: loc"])

@@ -8,6 +8,7 @@ import pytest
 import mlxserve
 from mlxserve.grammar import Grammar
 from mlxserve.server import turn
+from tests.support.model_dir import write_thinking_model_dir
 from tests.support.serving import NAME, TIMEOUT_S, serving
 
 CHAT = [{"role": "user", "content": "Tell me"}]
@@ -163,6 +164,66 @@ def test_thinking_is_a_block_before_the_text(llm, monkeypatch, stream):
         ("thinking", "Hm, 2?"),
         ("text", "Three."),
     ]
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    with mlxserve.load(write_thinking_model_dir(tmp_path_factory.mktemp("thinker"))) as model:
+        yield model
+
+
+@pytest.fixture
+def thoughts(thinker, monkeypatch):
+    """Ask; the answer, its tokens, and after how many of them its thinking ends, if it does."""
+    submitted = []
+    submit = thinker.submit
+    monkeypatch.setattr(
+        thinker, "submit", lambda answers, out: (submitted.extend(answers), submit(answers, out))
+    )
+    (close,) = thinker.tokenizer.encode("</think>")
+
+    def ask(budget=None, **body):
+        thinking = {"type": "enabled", "budget_tokens": budget}
+        given = {"temperature": 0.0, "max_tokens": 60, "thinking": thinking, **body}
+        with serving(thinker) as server:
+            got = post(server, **given)
+        assert got.status_code == 200, got.text
+        assert "x-mlxserve-ignored" not in got.headers
+        ids = submitted[-1].token_ids
+        kinds = [block["type"] for block in got.json()["content"]]
+        return got.json(), kinds, ids, ids.index(close) if close in ids else None
+
+    return ask
+
+
+@pytest.mark.parametrize("budget", [1, 20])
+def test_thinking_ends_when_its_budget_is_used_up(thoughts, budget):
+    _, kinds, drawn, end = thoughts()
+    assert (kinds, end) == (["thinking"], None)
+    _, kinds, ids, end = thoughts(budget)
+    assert (kinds, end) == (["thinking", "text"], budget)
+    assert ids[:budget] == drawn[:budget]  # until then nothing is changed
+
+
+def test_a_budget_that_is_not_used_up_changes_nothing(thoughts):
+    assert thoughts(1000)[1:] == thoughts()[1:]
+
+
+def test_a_call_that_is_asked_for_comes_after_thinking_within_the_budget(thoughts):
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    told, kinds, _, end = thoughts(
+        30, max_tokens=600, temperature=1.0, tools=[TOOL], tool_choice=choice
+    )
+    assert 30 <= end < 34  # not in the midst of a character
+    assert kinds == ["thinking", "tool_use"]
+    assert told["content"][1]["input"]["city"] in ("Oslo", "Rome")
+
+
+def test_a_budget_of_nothing_is_refused(thinker):
+    with serving(thinker) as server:
+        got = post(server, thinking={"type": "enabled", "budget_tokens": 0})
+    assert got.status_code == 400
+    assert "a thinking budget is 0" in got.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

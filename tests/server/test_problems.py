@@ -1,5 +1,7 @@
 """What can't be answered: OpenAI's statuses and shape, as its client raises them."""
 
+import json
+import re
 import threading
 
 import openai
@@ -35,38 +37,38 @@ def error_of(response, status):
         ({"prompt": [1, "a"]}, ["prompt mixes"], "prompt"),
         ({"prompt": [1.5]}, ["1.5 among token ids"], None),
         ({"prompt": [True]}, ["True among token ids"], None),
-        ({"prompt": [-1]}, ["prompt token id -1 is out of range"], None),
-        ({"prompt": [10**30]}, ["out of range"], None),
+        ({"prompt": [-1]}, ["prompt token id -1 is out of range"], "prompt"),
+        ({"prompt": [10**30]}, ["out of range"], "prompt"),
         ({"prompt": [{"role": "user", "content": "x"}]}, ["/v1/chat/completions"], "prompt"),
         ({"prompt": [[{"role": "user"}]]}, ["/v1/chat/completions"], "prompt"),
         ({"prompt": ["x"] * 129}, ["129 prompts", "over 128"], None),
         ({"prompt": ["x"] * 65, "n": 2, "temperature": 1}, ["over 128"], None),
         ({"prompt": "x", "stop": 5}, ["stop", "int"], "stop"),
-        ({"prompt": "x", "stop": ["a"] * 17}, ["17 stop strings"], None),
-        ({"prompt": "x", "stop": [""]}, ["stop string ''"], None),
-        ({"prompt": "x", "logit_bias": {"99999": 1}}, ["logit_bias token id 99999"], None),
+        ({"prompt": "x", "stop": ["a"] * 17}, ["17 stop strings"], "stop"),
+        ({"prompt": "x", "stop": [""]}, ["stop string ''"], "stop"),
+        ({"prompt": "x", "logit_bias": {"99999": 1}}, ["logit_bias token id 99999"], "logit_bias"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, ["logit_bias has 'a'"], "logit_bias"),
         ({"prompt": "x", "logit_bias": {"1": "a"}}, ["logit_bias"], "logit_bias[...]"),
-        ({"prompt": "x", "top_k": 100_000}, ["top_k is 100000", "vocabulary"], None),
+        ({"prompt": "x", "top_k": 100_000}, ["top_k is 100000", "vocabulary"], "top_k"),
         ({"prompt": "x", "top_k": 1.5}, ["top_k"], "top_k"),
-        ({"prompt": "x", "temperature": -1}, ["temperature is -1"], None),
+        ({"prompt": "x", "temperature": -1}, ["temperature is -1"], "temperature"),
         ({"prompt": "x", "temperature": "hot"}, ["temperature", "str"], "temperature"),
-        ({"prompt": "x", "max_tokens": 0}, ["max_tokens is 0"], None),
+        ({"prompt": "x", "max_tokens": 0}, ["max_tokens is 0"], "max_tokens"),
         ({"prompt": "x", "max_tokens": True}, ["max_tokens", "bool"], "max_tokens"),
-        ({"prompt": "x", "n": 0}, ["n is 0"], None),
-        ({"prompt": "x", "n": 2, "temperature": 0}, ["n is 2", "temperature"], None),
-        ({"prompt": "x", "n": 129}, ["n is 129"], None),
-        ({"prompt": "x", "n": 3, "best_of": 2}, ["best_of is 2"], None),
-        ({"prompt": "x", "seed": -1}, ["seed is -1"], None),
-        ({"prompt": "x", "seed": 2**70}, ["seed is"], None),
-        ({"prompt": "x", "logprobs": 21}, ["logprobs is 21"], None),
+        ({"prompt": "x", "n": 0}, ["n is 0"], "n"),
+        ({"prompt": "x", "n": 2, "temperature": 0}, ["n is 2", "temperature"], "temperature"),
+        ({"prompt": "x", "n": 129}, ["n is 129"], "n"),
+        ({"prompt": "x", "n": 3, "best_of": 2}, ["best_of is 2"], "best_of"),
+        ({"prompt": "x", "seed": -1}, ["seed is -1"], "seed"),
+        ({"prompt": "x", "seed": 2**70}, ["seed is"], "seed"),
+        ({"prompt": "x", "logprobs": 21}, ["logprobs is 21"], "logprobs"),
         ({"prompt": "x", "stream": "yes"}, ["stream", "str"], "stream"),
         ({"prompt": "x", "stream_options": {}}, ["stream: true"], "stream_options"),
-        ({"prompt": "x", "priority": 101}, ["priority is 101"], None),
-        ({"prompt": "x", "ttft_budget_s": 0}, ["ttft_budget_s is 0"], None),
+        ({"prompt": "x", "priority": 101}, ["priority is 101"], "priority"),
+        ({"prompt": "x", "ttft_budget_s": 0}, ["ttft_budget_s is 0"], "ttft_budget_s"),
         ({"prompt": "x", "cache_salt": "s" * 257}, ["cache_salt"], "cache_salt"),
-        ({"prompt": "x", "stop_token_ids": [-1]}, ["stop token id is -1"], None),
-        ({"prompt": "x", "stop_token_ids": [99999]}, ["stop token id 99999"], None),
+        ({"prompt": "x", "stop_token_ids": [-1]}, ["stop token id is -1"], "stop_token_ids"),
+        ({"prompt": "x", "stop_token_ids": [99999]}, ["stop token id 99999"], "stop_token_ids"),
         ({"prompt": "x", "suffix": "y"}, ["suffix"], "suffix"),
         ({"prompt": "x", "model": 5}, ["model", "int"], "model"),
     ],
@@ -155,6 +157,22 @@ def test_a_prompt_that_is_too_long_hears_how_long_it_may_be(llm, client, stream)
     assert str(llm.context_tokens - 1) in str(caught.value)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/messages"])
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_made_into_tokens(llm, server, path):
+    text = "x" * 4_000_000
+    body = {"model": NAME, "max_tokens": 1}
+    body |= (
+        {"prompt": text}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": text}]}
+    )
+    got = server.http.post(path, json=body)
+    assert got.status_code == 400
+    message = got.json()["error"]["message"]
+    assert re.search(r"at least \d+ tokens", message)  # so they weren't counted
+    assert f"this model can take {llm.context_tokens - 1} here" in message
+
+
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -223,6 +241,21 @@ def test_a_budget_that_cannot_be_kept_is_refused_at_once(server):
     assert int(got.headers["retry-after"]) >= 1
     assert "the request allows 1e-06 s" in error["message"]
     assert server.complete(prompt="x", max_tokens=1, ttft_budget_s=600).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_budget_that_passes_while_waiting_is_refused_then(tiny_model_dir, stream):
+    with mlxserve.load(tiny_model_dir, max_batch=1) as llm, serving(llm) as server:
+        with server.open_socket() as held:
+            body = json.dumps({"prompt": "x", "stream": True, **LONG, "max_tokens": 1900})
+            held.sendall(server.post("/v1/completions", body.encode()))
+            wait_until(lambda: llm.stats().running == 1, "the first runs")
+            got = server.complete(prompt="x", ttft_budget_s=0.05, stream=stream)
+            error = error_of(got, 429)
+            assert "the request allows 0.05 s for its first token" in error["message"]
+            assert int(got.headers["retry-after"]) >= 1
+            assert llm.stats().running == 1
+        wait_until(server.idle, "nothing is held")
 
 
 def test_rates_are_per_tenant_and_refill():

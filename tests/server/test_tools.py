@@ -1,12 +1,13 @@
 """Tools over HTTP: what a model is told of them, and calls that are enforced and read."""
 
 import json
+import threading
 
 import pytest
 
 from mlxserve.grammar import Grammar
 from mlxserve.server import turn
-from tests.support.serving import NAME, serving
+from tests.support.serving import NAME, TIMEOUT_S, serving
 
 WEATHER = {
     "type": "function",
@@ -127,6 +128,31 @@ def test_reasoning_is_told_apart(llm, stream):
         details = got.json()["usage"]["completion_tokens_details"]
         assert details["reasoning_tokens"] == len("Hm, 2 or 3?")  # a byte each
     assert told == ["Hm, 2 or 3?", "Three."]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_others_are_answered_while_reasoning_is_counted(llm, monkeypatch, stream):
+    counting, go_on = threading.Event(), threading.Event()
+    encode = llm.tokenizer.encode
+
+    def slow(text, **options):
+        if text == "Hm":
+            counting.set()
+            assert go_on.wait(TIMEOUT_S)
+        return encode(text, **options)
+
+    monkeypatch.setattr(llm.tokenizer, "encode", slow)
+    body = {"choice": ["<think>Hm</think>Two."], "stream": stream}
+    body |= {"stream_options": {"include_usage": True}} if stream else {}
+    got = []
+    with serving(llm, reasoning_format="think") as server:
+        asking = threading.Thread(target=lambda: got.append(server.chat(**body)))
+        asking.start()
+        assert counting.wait(TIMEOUT_S)
+        assert server.answer(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")[0] == 200
+        go_on.set()
+        asking.join(TIMEOUT_S)
+    assert '"reasoning_tokens":2' in got[0].text
 
 
 def text_of(server, messages, **more):

@@ -29,6 +29,20 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def write_thinking_model_dir(path: Path) -> Path:
+    """The same of a model that knows `<think>` and `</think>` as tokens, and thinks first."""
+    tiny = tiny_llama(vocab_size=VOCAB_SIZE + 2, max_position_embeddings=2048, eos_token_id=END_ID)
+    write_model_dir(path, tiny)
+    backend = byte_tokenizer()
+    tags = [tokenizers.AddedToken(tag, special=False) for tag in ("<think>", "</think>")]
+    backend.add_tokens(tags)
+    backend.save(str(path / "tokenizer.json"))
+    template = CHAT_TEMPLATE.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
+    settings = {"eos_token": SPECIAL[0], "chat_template": template}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return path
+
+
 def write_model_dir(path: Path, tiny: Tiny | None = None) -> Path:
     """Write config, weights, tokenizer and template; returns the directory."""
     tiny = tiny or tiny_llama(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from uvicorn.server import ServerState
 
 from mlxserve import LLM
 from mlxserve.config import ServerConfig
@@ -29,6 +30,7 @@ class Served:
 
     llm: LLM
     service: Service
+    state: ServerState
     port: int
     loop: asyncio.AbstractEventLoop
     http: httpx.Client
@@ -81,11 +83,17 @@ class Served:
 
     def tasks(self) -> int:
         """asyncio's, at this moment."""
+        return self._on_loop(lambda: len(asyncio.all_tasks()))
 
-        async def count() -> int:
-            return len(asyncio.all_tasks())
+    def connections(self) -> int:
+        """Those that are open, as the server sees it."""
+        return self._on_loop(lambda: len(self.state.connections))
 
-        return asyncio.run_coroutine_threadsafe(count(), self.loop).result(TIMEOUT_S)
+    def _on_loop(self, count: Callable[[], int]) -> int:
+        async def work() -> int:
+            return count()
+
+        return asyncio.run_coroutine_threadsafe(work(), self.loop).result(TIMEOUT_S)
 
 
 def wait_until(true: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
@@ -120,7 +128,7 @@ def serving(llm: LLM, *, send_bytes: int | None = None, **settings: Any) -> Iter
     service, server, loop = ready.get(timeout=TIMEOUT_S)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT_S) as http:
-            yield Served(llm, service, port, loop, http)
+            yield Served(llm, service, server.server_state, port, loop, http)
     finally:
         server.should_exit = True
         thread.join(TIMEOUT_S)

@@ -95,7 +95,7 @@ class _Chat:
         """See `Exchange`."""
         self.turn.feed(index, piece, last=out.last)
 
-    def reply(self) -> ChatReply:
+    async def reply(self) -> ChatReply:
         """All of it."""
         choices = []
         for index, (one, said) in enumerate(zip(self.turn.answers, self.turn.said, strict=True)):
@@ -119,7 +119,7 @@ class _Chat:
             created=self.created,
             model=self.served.name,
             choices=choices,
-            usage=self._usage(),
+            usage=await self._usage(),
         )
 
     async def events(self) -> AsyncGenerator[Event | None]:
@@ -144,7 +144,7 @@ class _Chat:
                 yield self._chunk([_delta(index, Message(), finish_reason=reason)])
         if self.include_usage:
             chunk = self._chunk([])
-            chunk.usage = self._usage()
+            chunk.usage = await self._usage()
             yield chunk
         yield DONE
 
@@ -162,9 +162,9 @@ class _Chat:
         call_id = self.turn.call_id(call, "call_")
         return ToolCallReply(index=index, id=call_id, type="function", function=function)
 
-    def _usage(self) -> UsageReply:
+    async def _usage(self) -> UsageReply:
         answers = self.turn.answers
-        reasoning = self.turn.reasoning_tokens(self.served.llm.tokenizer)
+        reasoning = await self.turn.reasoning_tokens(self.served)
         return openai.usage(answers, len(answers), reasoning)
 
     def _logprobs(self, found: Iterable[Logprob]) -> ChatLogprobs:

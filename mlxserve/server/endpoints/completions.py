@@ -65,7 +65,8 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Texts, list[st
         )
     answers = []
     for prompt in prompts:
-        answers += served.llm.prepare(served.llm.encode(prompt), params, **options)
+        ids = served.llm.encode(prompt, max_tokens=served.llm.max_prompt_tokens)
+        answers += served.llm.prepare(ids, params, **options)
     delivery = Delivery(served.llm, served.mailbox, answers)
     return _Texts(served, asked, params, delivery, include_usage), unknown
 
@@ -112,7 +113,7 @@ class _Texts:
         """See `Exchange`."""
         self.prompt_logprobs.setdefault(index, []).extend(out.prompt_logprobs)
 
-    def reply(self) -> TextReply:
+    async def reply(self) -> TextReply:
         choices = []
         drawn = self.params.drawn
         for at in range(0, len(self.answers), drawn):

@@ -64,8 +64,9 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Message, list[
     """Everything that can be wrong with a request is found here."""
     asked, ignored = parse(data, MessagesRequest, anthropic.DIALECT, strict=served.config.strict)
     served.check_model(asked.model)
-    if asked.thinking and asked.thinking.budget_tokens is not None:
-        ignored.append("thinking.budget_tokens")  # a wish; no model here knows it
+    budget = asked.thinking and asked.thinking.budget_tokens
+    if budget is not None and served.formats.marks is None:
+        ignored.append("thinking.budget_tokens")
     given: dict[str, Any] = {
         "max_tokens": asked.max_tokens,
         "temperature": asked.temperature,
@@ -88,6 +89,7 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Message, list[
             sampling=sampling,
             variables=_variables(asked),
             options={"tenant": tenant, "pin_s": anthropic.pin_s(asked)},
+            thinking_tokens=budget,
         ),
     )
     return _Message(served, asked, found), ignored
@@ -129,7 +131,7 @@ class _Message:
         """See `Exchange`."""
         self.turn.feed(index, piece, last=out.last)
 
-    def reply(self) -> MessageReply:
+    async def reply(self) -> MessageReply:
         """All of it."""
         said = self.turn.said[0]
         blocks: list[Block] = []

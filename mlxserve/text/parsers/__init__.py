@@ -30,6 +30,7 @@ from mlxserve.text.parsers.qwen3_coder import Qwen3Coder
 from mlxserve.text.parsers.values import Tools
 
 __all__ = [
+    "REASONING_FORMATS",
     "Content",
     "Delta",
     "OutputParser",
