@@ -97,27 +97,45 @@ def _check_tool(where: str, tool: Any) -> dict[str, Any]:
 
 
 def tell_generically(
-    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], *, takes_system: bool
 ) -> list[dict[str, Any]]:
     """A chat for a template that knows no tools: they, calls and results become text.
 
-    Raises RequestError for what isn't a chat.
+    takes_system: whether the template has a system message. Without, the tools are described in
+    front of what the user said first. Raises RequestError for what isn't a chat.
     """
-    told = [_as_text(message) for message in check_messages(messages)]
-    if tools:
-        listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        text = INSTRUCTIONS.format(tools=listed)
-        if told and told[0].get("role") == "system" and isinstance(told[0].get("content"), str):
-            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{text}"}
-        else:
-            told.insert(0, {"role": "system", "content": text})
+    told = _as_texts(check_messages(messages))
+    if not tools:
+        return told
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    text = INSTRUCTIONS.format(tools=listed)
+    if takes_system:
+        if told[0]["role"] != "system":
+            return [{"role": "system", "content": text}, *told]
+        return [{**told[0], "content": f"{_content(told[0])}\n\n{text}"}, *told[1:]]
+    at = next((i for i, message in enumerate(told) if message["role"] == "user"), None)
+    if at is None:
+        return [{"role": "user", "content": text}, *told]
+    told[at] = {**told[at], "content": f"{text}\n\n{_content(told[at])}"}
     return told
 
 
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    if message.get("role") == "tool":
-        content = f"<tool_response>\n{_content(message)}\n</tool_response>"
-        return {"role": "user", "content": content}
+def _as_texts(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Results of tools that follow each other become one message: some templates want turns."""
+    told: list[dict[str, Any]] = []
+    for before, message in zip([None, *messages], messages, strict=False):
+        if message["role"] != "tool":
+            told.append(_with_calls_as_text(message))
+            continue
+        result = f"<tool_response>\n{_content(message)}\n</tool_response>"
+        if before and before["role"] == "tool":
+            told[-1]["content"] += f"\n{result}"
+        else:
+            told.append({"role": "user", "content": result})
+    return told
+
+
+def _with_calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
     if not message.get("tool_calls"):
         return message
     texts = [_content(message)] if message.get("content") else []

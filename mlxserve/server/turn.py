@@ -22,7 +22,7 @@ from mlxserve.text.parsers import (
     make_parser,
 )
 from mlxserve.text.tokenizer import Tokenizer
-from mlxserve.text.tool_grammar import ToolGrammar
+from mlxserve.text.tool_grammar import make_tool_grammar
 from mlxserve.types import FinishReason, SamplingParams
 
 OURS = frozenset(inspect.signature(Tokenizer.render_chat).parameters)
@@ -126,11 +126,12 @@ def prompt_of(
                 f"chat_template_kwargs has {name!r}, which can't be set there; leave it out",
                 param="chat_template_kwargs",
             )
+    tokenizer = served.llm.tokenizer
     offered: list[dict[str, Any]] | None = list(tools.offered) or None
     if served.formats.generic:
-        messages, offered = tell_generically(messages, tools.offered), None
-    text = served.llm.tokenizer.render_chat(messages, tools=offered, **variables)
-    tokenizer = served.llm.tokenizer
+        messages = tell_generically(messages, offered or (), takes_system=tokenizer.takes_system)
+        offered = None
+    text = tokenizer.render_chat(messages, tools=offered, **variables)
     return text, tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
 
@@ -161,8 +162,12 @@ def _grammar(served: Service, tools: Tools, answer: Grammar | None) -> Grammar |
     if not tools.offered or (tools.choice == "auto" and not answer and not tools.strict):
         return answer
     assert served.formats.tools is not None
-    build = ToolGrammar(
-        served.formats.tools, tools.callable, served.llm.tokenizer, parallel=tools.parallel
+    build = make_tool_grammar(
+        served.formats.tools,
+        tools.callable,
+        served.llm.tokenizer,
+        parallel=tools.parallel,
+        reasoning_format=served.formats.reasoning,
     )
     if tools.choice == "required":
         return build.calls()

@@ -200,6 +200,13 @@ class ChatTemplate:
         extra = {name: _plain(value, name) for name, value in (variables or {}).items()}
         return self._run({**self._special_tokens, **extra, **given, "messages": checked})
 
+    @functools.cached_property
+    def takes_system(self) -> bool:
+        """Whether a chat may begin with a system message: found by trying one."""
+        chat = [{"role": "system", "content": _PROBE}, {"role": "user", "content": "Hi"}]
+        text = self._try([self._fit_content(message) for message in chat])
+        return text is not None and _PROBE in text
+
     def _fit_content(self, message: dict[str, Any]) -> dict[str, Any]:
         """Content in the form this template reads: many take only strings, a few only parts."""
         content = message.get("content")
@@ -267,8 +274,10 @@ class ChatTemplate:
         return not takes_parts, takes_parts
 
     def _probe(self, content: object, *more: dict[str, Any]) -> str | None:
+        return self._try([{"role": "user", "content": content}, *more])
+
+    def _try(self, messages: list[dict[str, Any]]) -> str | None:
         data = {"tools": None, "documents": None, "add_generation_prompt": False}
-        messages = [{"role": "user", "content": content}, *more]
         try:
             return self._run({**self._special_tokens, **data, "messages": messages})
         except RequestError:

@@ -11,11 +11,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from mlxserve.errors import RequestError
 from mlxserve.grammar import Grammar
-from mlxserve.text.schema import endless_ref
+from mlxserve.text import lark
+from mlxserve.text.schema import check_ends
 from mlxserve.text.thinking import CLOSE, OPEN, opens_thinking
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -123,7 +124,8 @@ class Grammars:
             raise RequestError(
                 "this model's tokenizer names no end token, and a grammar needs one to end with"
             )
-        _check_ends(grammar)
+        if grammar.kind == "json_schema":
+            check_ends("the JSON schema", json.loads(str(grammar.value)))
         parts = [{"lark_grammar": _FORMS[form]}, {"name": "answer", **_source(grammar)}]
         text = json.dumps({"grammars": parts})
         compiled = LLMatcher(self._ll_tokenizer(), text, log_level=0, limits=LIMITS)
@@ -175,23 +177,12 @@ def _source(grammar: Grammar) -> dict[str, Any]:
         case "json_object":
             return {"json_schema": {"type": "object", "x-guidance": JSON_OPTIONS}}
         case "regex":
-            return {"lark_grammar": f"start: /{regex_to_lark(str(grammar.value), 'dw')}/"}
+            return {"lark_grammar": f"start: {lark.regex(str(grammar.value))}"}
         case "choice":
-            return {
-                "lark_grammar": "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, grammar.value))
-            }
+            texts = lark.one_of(map(lark.literal, grammar.value))
+            return {"lark_grammar": f"start: TEXT\nTEXT: {texts}"}
         case "lark":
             return {"lark_grammar": grammar.value}
-
-
-def _check_ends(grammar: Grammar) -> None:
-    if grammar.kind != "json_schema":
-        return
-    if (ref := endless_ref(json.loads(str(grammar.value)))) is not None:
-        raise RequestError(
-            f"the JSON schema has a $ref to {ref!r} that each instance must follow for ever; make "
-            "a property on the way optional, or give it another type to choose"
-        )
 
 
 def _begins(matcher: LLMatcher) -> bool:

@@ -4,7 +4,18 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from mlxserve.errors import RequestError
+
 Schema = Mapping[str, Any]
+
+
+def check_ends(what: str, schema: Schema) -> None:
+    """Raises RequestError, which calls the schema `what`, for one that no finite instance has."""
+    if (ref := endless_ref(schema)) is not None:
+        raise RequestError(
+            f"{what} has a $ref to {ref!r} that each instance must follow for ever; make a "
+            "property on the way optional, or give it another type to choose"
+        )
 
 
 def endless_ref(schema: Schema) -> str | None:
@@ -16,7 +27,7 @@ def endless_ref(schema: Schema) -> str | None:
     # The least fixed point: a reference ends once all that it requires does.
     refs = sorted(_refs(schema))
     ends: dict[str, bool] = dict.fromkeys(refs, False)
-    while more := [ref for ref in refs if not ends[ref] and _ends(_target(schema, ref), ends)]:
+    while more := [ref for ref in refs if not ends[ref] and _ends(target(schema, ref), ends)]:
         ends |= dict.fromkeys(more, True)
     if _ends(schema, ends):
         return None
@@ -34,7 +45,7 @@ def _refs(schema: Schema) -> set[str]:
     return found
 
 
-def _target(schema: Schema, ref: str) -> Any:
+def target(schema: Schema, ref: str) -> Any:
     """What a JSON pointer (RFC 6901) in a fragment leads to, or True: anything."""
     if not ref.startswith("#"):
         return True

@@ -74,6 +74,14 @@ class Tokenizer:
     def _bound(self) -> Bound | None:
         return bound_of(self._backend)
 
+    @property
+    def takes_system(self) -> bool:
+        """Whether a chat may begin with a system message.
+
+        Raises RequestError for a model without a chat template.
+        """
+        return self._template(None, False).takes_system
+
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:

@@ -5,8 +5,10 @@ import threading
 
 import pytest
 
+import mlxserve
 from mlxserve.grammar import Grammar
 from mlxserve.server import turn
+from tests.support.model_dir import SPECIAL, write_model_dir
 from tests.support.serving import NAME, TIMEOUT_S, serving
 
 WEATHER = {
@@ -173,6 +175,87 @@ def test_a_model_whose_template_knows_no_tools_is_told_of_them_and_of_results(se
     for part in ("Be brief.", "get_weather", "Weather of a city", '{"name": "clock"', "Noon"):
         assert part in text
     assert "clock" not in text_of(server, CHAT)
+
+
+def test_a_system_message_in_parts_is_extended(server):
+    parts = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
+    chat = [{"role": "system", "content": parts}, *CHAT]
+    text = text_of(server, chat, tools=[CLOCK])
+    assert text.startswith("Be brief.\nBe kind.\n\nYou can call")
+    assert '{"name": "clock"' in text
+    asked = {"messages": chat, "tools": [CLOCK]}
+    ids = server.http.post("/tokenize", json=asked).json()["tokens"]
+    assert ids.count(256 + SPECIAL.index("<|system|>")) == 1
+
+
+# As of Gemma 1 and 2.
+NO_SYSTEM = """\
+{%- if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}
+{%- for m in messages %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('Conversation roles must alternate') }}
+    {%- endif %}
+    {{- '[' + m.role + ']' + m.content + '[end]' }}
+{%- endfor %}"""
+
+
+@pytest.fixture(scope="module")
+def without_system(tmp_path_factory):
+    """A server of a model whose template has no system message."""
+    path = write_model_dir(tmp_path_factory.mktemp("model"))
+    settings = {"eos_token": SPECIAL[0], "chat_template": NO_SYSTEM}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with mlxserve.load(path, max_batch=2) as model, serving(model) as served:
+        yield served
+
+
+def test_without_a_system_message_the_user_s_first_tells_of_tools(without_system):
+    calls = [
+        {"id": id_, "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+        for id_ in ("c1", "c2")
+    ]
+    chat = [
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "Noon"},
+        {"role": "tool", "tool_call_id": "c2", "content": "Night"},
+    ]
+    text = text_of(without_system, chat, tools=[CLOCK])
+    first, _, results = text.split("[end]")[:3]
+    assert first.startswith("[user]You can call")
+    assert '{"name": "clock"' in first
+    assert first.endswith(f"\n\n{CHAT[0]['content']}")
+    assert results.startswith("[user]")
+    assert results.index("Noon") < results.index("Night")
+
+
+def test_without_a_system_message_a_call_that_is_asked_for_is_made(without_system):
+    got = without_system.chat(tools=[WEATHER], tool_choice=NAMED, max_tokens=600, seed=1)
+    (call,) = got.json()["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+
+
+def test_a_system_message_that_the_template_refuses_is_still_refused(without_system):
+    chat = [{"role": "system", "content": "Be brief."}, *CHAT]
+    got = without_system.http.post(
+        "/v1/chat/completions", json={"messages": chat, "tools": [CLOCK], "max_tokens": 1}
+    )
+    assert got.status_code == 400
+    assert "System role not supported" in got.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("tool_format", ["deepseek", "gemma", "glm", "harmony", "pythonic"])
+def test_a_call_is_enforced_in_every_format(llm, tool_format):
+    both = tool_format if tool_format == "harmony" else None
+    with serving(llm, tool_format=tool_format, reasoning_format=both) as server:
+        got = server.chat(
+            tools=[WEATHER], tool_choice=NAMED, max_tokens=600, temperature=1.0, seed=1
+        )
+    choice = got.json()["choices"][0]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"]["name"] == "get_weather"
+    assert "city" in json.loads(call["function"]["arguments"])
 
 
 def test_no_choice_is_no_tools(client):

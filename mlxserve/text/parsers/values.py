@@ -89,7 +89,7 @@ class Tools:
         schema = self._parameters.get(name)
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         described = properties.get(key) if isinstance(properties, Mapping) else None
-        kinds = _kinds(described)
+        kinds = kinds_of(described)
         if kinds == {"string"}:
             return text
         value = _bare_value(text)
@@ -113,7 +113,7 @@ def _bare_value(text: str) -> Any:
         return text
 
 
-def _kinds(schema: object, depth: int = 0) -> set[str]:
+def kinds_of(schema: object, depth: int = 0) -> set[str]:
     """The JSON types that a schema lets through, as far as it names them."""
     if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
         return set()
@@ -122,7 +122,7 @@ def _kinds(schema: object, depth: int = 0) -> set[str]:
     kinds = kinds or {_kind(value) for value in _items(schema.get("enum"))}
     for key in ("anyOf", "oneOf"):
         for choice in _items(schema.get(key)):
-            kinds |= _kinds(choice, depth + 1)
+            kinds |= kinds_of(choice, depth + 1)
     return kinds | {"number"} if "integer" in kinds else kinds
 
 
