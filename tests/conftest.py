@@ -3,10 +3,16 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.model_dir import write_model_dir
 
 pytest_plugins = ["tests.support.ci"]
+
+# Everybody runs the same examples; `pytest --hypothesis-profile explore` finds others.
+settings.register_profile("same", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import functools
 import struct
 from pathlib import Path
 from typing import Any
+from unicodedata import category, normalize
 
 import pytest
 from hypothesis import given, settings
@@ -57,6 +58,18 @@ def _plain(text: str) -> str:
     return text
 
 
+def _singly_marked(text: str) -> str:
+    """Without marks that `tokenizers` loses: after another, and after a character that normalising
+    replaces, as in U+FF48 U+0300."""
+    kept: list[str] = []
+    for char in text:
+        before = kept[-1] if kept else ""
+        replaced = category(before or "a")[0] == "M" or normalize("NFKC", before) != before
+        if not (replaced and category(char)[0] == "M"):
+            kept.append(char)
+    return "".join(kept)
+
+
 @pytest.fixture(scope="module", params=[*SPM_KINDS, "mixed_letters"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     path = save_model(request.param, tmp_path_factory.mktemp("model"))
@@ -69,7 +82,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_ids_and_text_are_the_librarys(both: tuple[Tokenizer, Any], text: str):
     tokenizer, library = both
     # The unigram model of `tokenizers` takes the name of a byte token for the token.
-    text = _plain(text).replace("<0x41>", "")
+    text = _singly_marked(_plain(text)).replace("<0x41>", "")
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids == library.encode(text)
     if library.unk_id() not in ids:  # shown as nothing here, and as U+2047 there
