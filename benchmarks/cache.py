@@ -169,7 +169,7 @@ def overhead(bench: Bench) -> dict[str, float]:
         run = Run(core := bench.core(max_batch=rows))
         run.add(*(request(f"r{i}", bench.ids(100), 120) for i in range(rows)))
         run.until(lambda times=run.at_s: all(len(at) > 3 for at in times.values()))
-        busy, gap, planning = core.meter.busy_s, core.meter.gap_s, 0.0
+        busy, gap, planning = core.meter.steps.sum, core.meter.gaps.sum, 0.0
         schedule = core.scheduler.schedule
 
         def timed(now_s: float, schedule: Any = schedule) -> Any:
@@ -181,7 +181,7 @@ def overhead(bench: Bench) -> dict[str, float]:
 
         core.scheduler.schedule = timed  # type: ignore[method-assign]
         run.until(lambda times=run.at_s: any(len(at) > 110 for at in times.values()))
-        busy, gap = core.meter.busy_s - busy, core.meter.gap_s - gap
+        busy, gap = core.meter.steps.sum - busy, core.meter.gaps.sum - gap
         figures |= {f"gap_{rows}": gap / busy, f"planning_{rows}": planning / busy}
     return figures
 

@@ -40,6 +40,7 @@ MAX_KERNEL_CHECK_S = 3600
 KV_BITS = (16, 8, 4)
 MAX_WAIT_S = 86_400
 MIN_KEY_CHARS = 8
+MAX_BODY_BYTES = 1 << 30
 
 
 def home() -> Path:
@@ -219,14 +220,15 @@ class EngineConfig:
 class ServerConfig:
     """What the HTTP server serves, to whom, and how much of it.
 
-    names: under which the model is served, the one that answers report first.
+    names: under which the model is served; answers have the one that was asked for, or the first.
     sampling: what requests that leave these fields of SamplingParams out are drawn with.
     host, port: where it listens; port 0 takes one that is free.
     allowed_hosts: names in a Host header that are let in, beside the machine's own where it listens
         to this machine only; "*" lets in all.
     cors_origins: web pages of these origins may call it; "*" all.
     api_keys: one of them must come with each request; each is a tenant. None: no key is needed.
-    requests_per_minute, tokens_per_minute: of one tenant at the most.
+    requests_per_minute, tokens_per_minute: of one tenant at the most. Tokens that an answer may
+        still take count until it is over.
     strict: refuse fields that nobody knows, rather than name them in a header.
     max_body_bytes, body_timeout_s: of a request's body, whose text takes a hundred times its size
         while it is made into tokens; max_tools: tools in it.
@@ -271,6 +273,10 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise RequestError(f"{name} is {value}; it must be at least 1")
+        if self.max_body_bytes > MAX_BODY_BYTES:
+            raise RequestError(
+                f"max_body_bytes is {self.max_body_bytes}; it must be at most {MAX_BODY_BYTES}"
+            )
         for name in ("body_timeout_s", "header_timeout_s", "send_timeout_s", "grace_s"):
             value = getattr(self, name)
             if not (_is_number(value) and 0 < value <= MAX_WAIT_S):

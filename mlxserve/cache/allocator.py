@@ -14,14 +14,17 @@ from mlxserve.errors import InvariantError
 class PageAllocator:
     """Free, held and cached page ids. Engine thread only.
 
-    idle: cached pages that nobody holds, the one that was given back first at the front.
+    idle: cached pages that nobody holds, the one that was given back first at the front. pinned:
+    how many are held by pins alone.
     """
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
         self.idle: OrderedDict[int, None] = OrderedDict()
         self._free = list(range(pages))
+        self.pinned = 0
         self._holders: dict[int, int] = {}
+        self._pins: dict[int, int] = {}  # of the holders, those that are pins
         self._cached: set[int] = set()
 
     @property
@@ -49,6 +52,7 @@ class PageAllocator:
         """One holder more, of a page that is held or cached."""
         if page not in self._holders and page not in self._cached:
             raise InvariantError(f"page {page} is shared, and nobody has it")
+        self.pinned -= self._only_pinned(page)
         self._holders[page] = self._holders.get(page, 0) + 1
         self.idle.pop(page, None)
 
@@ -64,6 +68,25 @@ class PageAllocator:
                     self.idle[page] = None
                 else:
                     heapq.heappush(self._free, page)
+            self.pinned += self._only_pinned(page)
+
+    def pin(self, page: int) -> None:
+        """One holder more of a page, which is a pin."""
+        self.share(page)
+        self._pins[page] = self._pins.get(page, 0) + 1
+        self.pinned += self._only_pinned(page)
+
+    def unpin(self, ids: Iterable[int]) -> None:
+        """One pin less of each."""
+        for page in ids:
+            self.pinned -= self._only_pinned(page)
+            self._pins[page] -= 1
+            if not self._pins[page]:
+                del self._pins[page]
+            self.give([page])
+
+    def _only_pinned(self, page: int) -> bool:
+        return page in self._pins and self._pins[page] == self._holders[page]
 
     def cache(self, page: int) -> None:
         """The tree keeps a page that is held."""
@@ -85,13 +108,23 @@ class PageAllocator:
         if page in self.idle:
             self.idle.move_to_end(page)
 
-    def check(self, held: Counter[int], cached: Counter[int]) -> None:
-        """Raise InvariantError unless pages are held and cached exactly as counted here."""
+    def check(
+        self, held: Counter[int], cached: Counter[int], pins: Counter[int] | None = None
+    ) -> None:
+        """Raise InvariantError unless pages are held and cached exactly as counted here.
+
+        pins: of the holders, those that are pins.
+        """
         if any(n != 1 for n in cached.values()) or set(cached) != self._cached:
             raise InvariantError(f"the tree has {len(cached)} pages, not {len(self._cached)}")
         if dict(held) != self._holders:
             wrong = {p for p in {*held, *self._holders} if held[p] != self._holders.get(p, 0)}
             raise InvariantError(f"the holders of pages {sorted(wrong)} don't add up")
+        only = sum(self._only_pinned(page) for page in self._pins)
+        if self._pins != (pins or {}) or self.pinned != only:
+            raise InvariantError(
+                f"{self.pinned} pages are said to be held by pins alone, not {only}"
+            )
         if set(self.idle) != self._cached - set(self._holders):
             raise InvariantError("idle pages are not those that only the tree has")
         if set(self._free) != set(range(self.pages)) - set(self._holders) - self._cached:

@@ -20,8 +20,8 @@ def check_shared(shared: SharedPages, seqs: Seq[Sequence]) -> None:
     cached, snapshots = shared.tree.check(shared.page_tokens)
     for group, pool in enumerate(shared.pools):
         held = [page for seq in seqs if seq.begun for page in seq.tables[group] if page != NO_PAGE]
-        held += [page for pin in shared.pins.values() for page in pin.pages[group]]
-        pool.check(Counter(held), cached[group])
+        pins = Counter(page for pin in shared.pins.values() for page in pin.pages[group])
+        pool.check(Counter(held) + pins, cached[group], pins)
     slots = [seq.slot for seq in seqs if seq.slot != NO_PAGE]
     shared.states.check(Counter([ZERO_SLOT, *slots]), snapshots)
     users = Counter(id(seq.node) for seq in seqs if seq.node is not None)

@@ -105,7 +105,7 @@ class SharedPages:
         pages = tuple([page for page in held if page != NO_PAGE] for held in by_group)
         for pool, held in zip(self.pools, pages, strict=True):
             for page in held:
-                pool.share(page)
+                pool.pin(page)
         self.unpin(key)
         self.pins[key] = Pin(pages, nodes[-1], until_s)
         return tokens
@@ -124,7 +124,7 @@ class SharedPages:
         if pin is None:
             return
         for pool, held in zip(self.pools, pin.pages, strict=True):
-            pool.give(reversed(held))
+            pool.unpin(reversed(held))
         self.tree.leave(pin.node)
 
     def prefix(self, salt: Hashable, ids: Seq[int]) -> tuple[list[Node], int]:

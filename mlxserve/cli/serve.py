@@ -4,15 +4,26 @@ import logging
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from mlxserve import config
 from mlxserve.cli import options, terminal
-from mlxserve.config import DEFAULT_MODEL, EngineConfig, Policy, ServerConfig
+from mlxserve.config import (
+    DEFAULT_MODEL,
+    MAX_BODY_BYTES,
+    MAX_WAIT_S,
+    EngineConfig,
+    Policy,
+    ServerConfig,
+)
 from mlxserve.errors import RequestError
+from mlxserve.report import count_bytes
 from mlxserve.types import SamplingParams
+
+if TYPE_CHECKING:
+    from mlxserve.llm import LLM
 
 EPILOG = """\b
 Examples:
@@ -22,6 +33,14 @@ Examples:
   curl localhost:8080/v1/chat/completions \\
     -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 """
+
+TOOL_FORMATS_HELP = (
+    "How the model writes tool calls: deepseek, gemma, glm, harmony, hermes, llama3_json, mistral, "
+    "pythonic, qwen3_coder or tool_code. [default: as its chat template shows]"
+)
+REASONING_HELP = (
+    "How it writes reasoning: gemma, harmony, mistral or think. [default: as its template shows]"
+)
 
 _network = partial(typer.Option, rich_help_panel="Network")
 _network_n = partial(_network, parser=options.whole, metavar="N")
@@ -45,42 +64,65 @@ def serve(
     prompt_cache: options.PromptCache = None,
     no_prefix_cache: options.NoPrefixCache = False,
     host: Annotated[
-        str, _network("--host", metavar="ADDRESS", help="0.0.0.0 listens to other machines too.")
+        str, _network("--host", metavar="ADDRESS", help="0.0.0.0 is for other machines too.")
     ] = "127.0.0.1",
     port: Annotated[int, _network_n("--port", help="0 takes one that is free.")] = 8080,
     served_name: Annotated[
-        Texts, _network("--served-name", metavar="NAME", help="The model's, here. Repeatable.")
+        Texts,
+        _network("--served-name", metavar="NAME", help="What requests call the model. Repeatable."),
     ] = None,
     allowed_host: Annotated[
-        Texts, _network("--allowed-host", metavar="NAME", help="In Host headers. Repeatable.")
+        Texts,
+        _network(
+            "--allowed-host",
+            metavar="NAME",
+            help="Answer requests to this host name, * for any. Repeatable.",
+        ),
     ] = None,
     cors_origin: Annotated[
-        Texts, _network("--cors-origin", metavar="URL", help="Of pages that may ask. Repeatable.")
+        Texts,
+        _network(
+            "--cors-origin",
+            metavar="URL",
+            help="Let web pages from here ask, * from anywhere. Repeatable.",
+        ),
     ] = None,
-    max_body_mb: Annotated[int, _network_n("--max-body-mb", help="Of one request.")] = 4,
+    max_body_mb: Annotated[int, _network_n("--max-body-mb", help="MiB of one request.")] = 4,
     max_connections: Annotated[
         int, _network_n("--max-connections", help="Open at once; one more is told 503.")
     ] = 2048,
     grace: Annotated[
-        float, _network_s("--grace", help="For running answers, after SIGTERM.")
+        float, _network_s("--grace", help="Running answers may go on so long after SIGTERM.")
     ] = 30.0,
     strict: Annotated[
         bool, _network("--strict", help="Refuse unknown fields; else a header names them.")
     ] = False,
     api_key: Annotated[
-        Texts, _access("--api-key", metavar="KEY", help="Each is a tenant. Repeatable.")
+        Texts,
+        _access(
+            "--api-key",
+            metavar="KEY",
+            help="Refuse requests without a key; each is a tenant. Repeatable. Others can see a "
+            "command line: rather set MLXSERVE_API_KEYS to KEY,KEY.",
+        ),
     ] = None,
     api_key_file: Annotated[
-        str | None, _access("--api-key-file", metavar="FILE", help="One key on each line.")
+        str | None,
+        _access("--api-key-file", metavar="FILE", help="One key a line; # begins a comment."),
     ] = None,
     requests_per_minute: Annotated[
-        int | None, _access_n("--requests-per-minute", help="Of one tenant.")
+        int | None, _access_n("--requests-per-minute", help="Of each tenant.")
     ] = None,
     tokens_per_minute: Annotated[
-        int | None, _access_n("--tokens-per-minute", help="Of one tenant, prompts too.")
+        int | None,
+        _access_n(
+            "--tokens-per-minute", help="Of each tenant: prompts, and what answers may take."
+        ),
     ] = None,
-    max_batch: Annotated[int, _schedule_n("--max-batch", help="Requests in one step.")] = 32,
-    max_queue: Annotated[int, _schedule_n("--max-queue", help="Requests that may wait.")] = 1024,
+    max_batch: Annotated[int, _schedule_n("--max-batch", help="Requests computed together.")] = 32,
+    max_queue: Annotated[
+        int, _schedule_n("--max-queue", help="More than so many waiting are refused.")
+    ] = 1024,
     policy: Annotated[
         Policy, _schedule("--policy", help="Who starts next: the first, or the most cached.")
     ] = "fcfs",
@@ -95,16 +137,16 @@ def serve(
     repetition_penalty: Annotated[float | None, _absent_x("--repetition-penalty")] = None,
     max_tokens: Annotated[int | None, _absent_n("--max-tokens", "-n")] = None,
     tool_format: Annotated[
-        str | None, typer.Option("--tool-format", help="Of tool calls. [default: as the template]")
+        str | None, typer.Option("--tool-format", metavar="NAME", help=TOOL_FORMATS_HELP)
     ] = None,
     reasoning_format: Annotated[
-        str | None, typer.Option("--reasoning-format", help="The same of reasoning.")
+        str | None, typer.Option("--reasoning-format", metavar="NAME", help=REASONING_HELP)
     ] = None,
     log_format: Annotated[
-        Literal["text", "json"], typer.Option("--log-format", help="Of the line per request.")
+        Literal["text", "json"], typer.Option("--log-format", help="Of the line for each request.")
     ] = "text",
     log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="With the token ids of its prompt.")
+        bool, typer.Option("--log-prompts", help="Put the token ids of its prompt into it.")
     ] = False,
     *,
     engine: dict[str, Any],
@@ -118,6 +160,7 @@ def serve(
     engine |= {"prefix_cache": not no_prefix_cache, "max_batch": max_batch, "max_queue": max_queue}
     engine |= {"policy": policy, "target_itl_ms": target_itl_ms}
     EngineConfig(**engine)
+    _check_options(served_name, max_body_mb, grace, tool_format, reasoning_format)
     saved = options.saved_prompt(prompt_cache, prefix_cache=not no_prefix_cache)
     given = {
         "temperature": temperature,
@@ -162,10 +205,10 @@ def _serve(
 
     level = logging.WARNING if quiet else logging.INFO
     logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
-    for noisy in ("uvicorn", "httpx"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each client that hangs up
-    with run.listen(settings) as at:
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for noisy in ("uvicorn", "asyncio"):  # they warn of clients that hang up, or send rubbish
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    with run.bind(settings) as at:
         from mlxserve.cli import models
 
         with models.load(name, engine, quiet=quiet) as llm:
@@ -175,6 +218,7 @@ def _serve(
 
             def on_ready(url: str) -> None:
                 if not quiet:
+                    terminal.note(_facts(llm, settings, engine))
                     if not (settings.local or settings.api_keys):
                         terminal.note(
                             "other machines may ask without a key; --api-key asks for one"
@@ -184,12 +228,43 @@ def _serve(
             return run.serve(llm, settings, at, on_ready)
 
 
+def _facts(llm: "LLM", settings: ServerConfig, engine: dict[str, Any]) -> str:
+    """What was found out of the model while it was loaded."""
+    from mlxserve.memory import device_limit_bytes
+    from mlxserve.server.formats import Formats
+
+    formats = Formats.of(llm.tokenizer, settings.tool_format, settings.reasoning_format)
+    held = count_bytes(llm.stats().peak_memory_bytes)
+    most = count_bytes(engine.get("memory_limit_bytes") or device_limit_bytes())
+    return (
+        f"context {llm.context_tokens:,} tokens; memory {held}, at most {most}; "
+        f"tool calls: {formats.tools or 'not known, see --tool-format'}; "
+        f"reasoning: {formats.reasoning or 'none'}"
+    )
+
+
+def _check_options(
+    names: Texts, max_body_mb: int, grace: float, tools: str | None, reasoning: str | None
+) -> None:
+    """Those whose values ServerConfig knows by other names, or not at all. Raises RequestError."""
+    from mlxserve.text.parsers import make_parser
+
+    if names and not all(names):
+        raise RequestError("--served-name is ''; give a name")
+    most_mb = MAX_BODY_BYTES >> 20
+    if not 1 <= max_body_mb <= most_mb:
+        raise RequestError(f"--max-body-mb is {max_body_mb}; it must be from 1 to {most_mb}")
+    if not 0 < grace <= MAX_WAIT_S:
+        raise RequestError(f"--grace is {grace:g}; it must be above 0 and at most {MAX_WAIT_S}")
+    make_parser(tools, reasoning)
+
+
 def _keys(given: list[str], file: str | None) -> tuple[str, ...]:
     """From the options and the environment. Raises RequestError."""
     keys = [*given, *config.api_keys()]
     if file is not None:
         lines = terminal.read_text("--api-key-file", file).splitlines()
-        found = [line.strip() for line in lines if line.strip()]
+        found = [key for line in lines if (key := line.strip()) and not key.startswith("#")]
         if not found:
             raise RequestError(f"--api-key-file {file} has no key; write one on each line")
         keys += found

@@ -4,7 +4,7 @@ import logging
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -22,13 +22,16 @@ from mlxserve.engine.runner import InFlight, Runner
 from mlxserve.engine.scheduler import ChunkResult, Scheduler
 from mlxserve.engine.trace import Trace
 from mlxserve.errors import CapacityError, InvariantError, ModelError, RequestError
+from mlxserve.histogram import Distribution
 from mlxserve.models.activations import step_shape
 from mlxserve.models.base import Model
 from mlxserve.sequence import Sequence as Seq
 from mlxserve.text.matcher import Matcher
-from mlxserve.types import Request, TokenOut
+from mlxserve.types import Request, SamplingParams, TokenOut
 
 logger = logging.getLogger(__name__)
+
+_PROBE = Request(id="probe", prompt_ids=(0,), params=SamplingParams(max_tokens=1))
 
 
 class TokenSink(Protocol):
@@ -47,8 +50,8 @@ class EngineStats:
     prefix_hits: ended requests that found something in the cache; cached_tokens: how much of their
     prompts, in all. refused: requests that found no room or no time. pages: sealed pages of the
     cache, over all layer groups, of which sequences hold `pages_used`, and `pages_cached` are kept
-    for prompts that begin alike; cache_bytes: what the cache's arrays take now. busy_s: seconds
-    with steps under way; gap_s: of these, those in which the device waited for the next one.
+    for prompts that begin alike, pinned or not; cache_bytes: what the cache's arrays take now.
+    step_s: seconds that steps took; step_gap_s: of these, those in which the device waited.
     """
 
     running: int = 0
@@ -60,8 +63,8 @@ class EngineStats:
     completion_tokens: int = 0
     preemptions: int = 0
     refused: int = 0
-    busy_s: float = 0.0
-    gap_s: float = 0.0
+    step_s: Distribution = field(default_factory=Distribution)
+    step_gap_s: Distribution = field(default_factory=Distribution)
     pages_used: int = 0
     pages_cached: int = 0
     pages: int = 0
@@ -168,7 +171,9 @@ class Core:
     def advance(self) -> None:
         """One step; if it fails, the requests in it fail and the engine goes on.
 
-        Raises InvariantError, and whatever fails with no request to blame.
+        Raises InvariantError, and whatever fails with no request to blame: also in a step of
+        nobody's, which is computed after one that failed. Where no step works any more, the engine
+        must not go on as if it did.
         """
         try:
             self.step()
@@ -179,6 +184,7 @@ class Core:
                 raise
             logger.exception("a step failed; the requests in it end")
             self._fail_running(error)
+            self._probe()
 
     def step(self) -> None:
         """Build the next step, read the last, start the next, then deliver the last one's tokens.
@@ -298,10 +304,20 @@ class Core:
         self.storage.reset()
         self._count(0)
 
+    def _probe(self) -> None:
+        """Compute a token of nobody's in the cache, which is empty."""
+        alone = Scheduler(self.manager, 1, 1)
+        alone.add(Seq.start(_PROBE, self.info.context_tokens, time.perf_counter()))
+        plan = alone.schedule()
+        assert plan is not None
+        step = self.runner.build(plan, None)
+        step.submit()
+        alone.commit(plan, step.read())
+
     def _count(self, tokens: int) -> None:
         counts, pools = self.scheduler.counts, self.manager.pools
-        idle = sum(len(pool.idle) for pool in pools)
-        used = sum(pool.used for pool in pools) - idle
+        cached = sum(len(pool.idle) + pool.pinned for pool in pools)
+        used = sum(pool.used for pool in pools) - cached
         self.meter.load(len(self.scheduler.running), len(self.scheduler.waiting), used)
         self.stats = EngineStats(
             running=len(self.scheduler.running),
@@ -313,10 +329,10 @@ class Core:
             completion_tokens=self.stats.completion_tokens + tokens,
             preemptions=counts.preemptions,
             refused=counts.refused,
-            busy_s=self.meter.busy_s,
-            gap_s=self.meter.gap_s,
+            step_s=self.meter.steps.snapshot(),
+            step_gap_s=self.meter.gaps.snapshot(),
             pages_used=used,
-            pages_cached=idle,
+            pages_cached=cached,
             pages=sum(pool.pages for pool in pools),
             cache_bytes=self.storage.nbytes,
             peak_memory_bytes=mx.get_peak_memory(),

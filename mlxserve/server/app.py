@@ -48,14 +48,15 @@ def make_app(llm: LLM, config: ServerConfig) -> Starlette:
     served = Service(
         llm=llm,
         config=config,
-        mailbox=Mailbox(asyncio.get_running_loop()),
+        mailbox=Mailbox(asyncio.get_running_loop(), metrics),
         metrics=metrics,
         tenants=Tenants(config.api_keys, config.requests_per_minute, config.tokens_per_minute),
         formats=Formats.of(llm.tokenizer, config.tool_format, config.reasoning_format),
         openapi=openapi.document(version("mlxserve")),
     )
-    paths = frozenset(route.path for route in ROUTES)
-    journal = Journal(metrics, paths, config.log_format, prompts=config.log_prompts)
+    journal = Journal(
+        metrics, _route, config.names[0], config.log_format, prompts=config.log_prompts
+    )
     middleware = [Middleware(Gate, config=config, tenants=served.tenants, journal=journal)]
     if config.cors_origins:
         middleware.insert(
@@ -78,8 +79,17 @@ def make_app(llm: LLM, config: ServerConfig) -> Starlette:
 async def _no_such_route(request: Request, error: Exception) -> Response:
     """404 and 405, in the form that all other problems have."""
     assert isinstance(error, HTTPException)
-    asked = f"{request.method} {request.url.path}"
-    problem = Problem(error.status_code, f"{asked} is nothing here; /openapi.json lists what is")
-    answer = response(problem, request.url.path)
-    answer.headers.update(error.headers or {})
+    path, headers = request.scope["path"], error.headers or {}
+    what = f"{path} is nothing here; /openapi.json lists what is"
+    if allowed := headers.get("Allow"):
+        what = f"{path} takes {allowed}, not {request.method}"
+    problem = request.scope["entry"].fail(Problem(error.status_code, what))
+    answer = response(problem, path)
+    answer.headers.update(headers)
     return answer
+
+
+def _route(path: str) -> str | None:
+    """The route that a path belongs to."""
+    found = (route.path_format for route in ROUTES if route.path_regex.match(path))
+    return next(found, None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mlxserve.answers import Answer
 from mlxserve.llm import LLM
+from mlxserve.server.metrics import Metrics
 from mlxserve.types import TokenOut
 
 BEGIN_S = 2.0
@@ -18,13 +20,25 @@ PING_S = 15.0
 """Of silence, after which proxies and clients are told that the answer is coming."""
 
 
+@dataclass(slots=True)
+class Pace:
+    """How an answer's tokens came, in seconds. gaps_s: between them, all together."""
+
+    ttft_s: float | None = None
+    gaps: int = 0
+    gaps_s: float = 0.0
+    longest_gap_s: float = 0.0
+    last_s: float = 0.0
+
+
 class Mailbox:
     """Where the engine puts every request's tokens, and where `Delivery` takes its own from.
 
     `put` is called on the engine's thread, `register` on any, all else on the loop's.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, metrics: Metrics) -> None:
+        self.metrics = metrics
         self._loop = loop
         self._arrived: deque[TokenOut] = deque()
         self._woken = False
@@ -41,10 +55,11 @@ class Mailbox:
 
     def _hand_out(self) -> None:
         self._woken = False  # first: what arrives from here on wakes the loop again
+        now_s = time.perf_counter()
         while self._arrived:
             out = self._arrived.popleft()
             if (delivery := self._deliveries.get(out.request_id)) is not None:
-                delivery.take_in(out)
+                delivery.take_in(out, now_s)
 
     def register(self, request_id: str, delivery: Delivery) -> None:
         self._deliveries[request_id] = delivery
@@ -66,6 +81,8 @@ class Delivery:
 
     def __init__(self, llm: LLM, mailbox: Mailbox, answers: Sequence[Answer]) -> None:
         self.answers = answers
+        self.paces = {answer.request.id: Pace() for answer in answers}
+        self._started_s = 0.0
         self._llm = llm
         self._mailbox = mailbox
         self._open = {answer.request.id: index for index, answer in enumerate(answers)}
@@ -75,6 +92,7 @@ class Delivery:
 
     def start(self) -> None:
         """Hand the requests to the engine. Raises EngineDead."""
+        self._started_s = time.perf_counter()
         for request_id in self._open:
             self._mailbox.register(request_id, self)
         try:
@@ -91,9 +109,25 @@ class Delivery:
         for answer in self.answers:
             self._mailbox.forget(answer.request.id)
 
-    def take_in(self, out: TokenOut) -> None:
+    def take_in(self, out: TokenOut, now_s: float) -> None:
+        """Something came. now_s: of `time.perf_counter`."""
+        if out.token_id is not None:
+            self._time(self.paces[out.request_id], now_s)
         self._arrived.append(out)
         self._event.set()
+
+    def _time(self, pace: Pace, now_s: float) -> None:
+        metrics = self._mailbox.metrics
+        if pace.ttft_s is None:
+            pace.ttft_s = now_s - self._started_s
+            metrics.ttft.observe(pace.ttft_s)
+        else:
+            gap_s = now_s - pace.last_s
+            metrics.gaps.observe(gap_s)
+            pace.gaps += 1
+            pace.gaps_s += gap_s
+            pace.longest_gap_s = max(pace.longest_gap_s, gap_s)
+        pace.last_s = now_s
 
     def fail(self, error: Exception) -> None:
         """End the answers, and the iteration with this error."""

@@ -12,7 +12,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlxserve.server.delivery import Delivery
-from mlxserve.server.problems import AnthropicErrorReply, Problem, error_form, problem_of
+from mlxserve.server.journal import Entry
+from mlxserve.server.problems import AnthropicErrorReply, Problem, error_form
 from mlxserve.server.service import Service, ignored_header, read, reply, service
 from mlxserve.types import TokenOut
 
@@ -31,6 +32,15 @@ class Exchange(Protocol):
 
     @property
     def streams(self) -> bool: ...
+
+    @property
+    def model(self) -> str:
+        """The name that the answer goes by."""
+        ...
+
+    def finish_reason(self, index: int) -> str:
+        """Why an answer ended, in OpenAI's words."""
+        ...
 
     def take(self, index: int, piece: str, out: TokenOut) -> None:
         """Take in what is new of an answer that will be told as a whole."""
@@ -54,14 +64,18 @@ async def answer(request: Request, prepare: Prepare) -> Response:
     """Read a request, have it computed, and tell what comes of it."""
     served = service(request)
     served.check_open()
-    data, tenant = await read(request), request.scope["tenant"].name
+    entry: Entry = request.scope["entry"]
+    assert entry.tenant is not None
+    data, tenant = await read(request), entry.tenant.name
     exchange, ignored = await served.prepare(lambda: prepare(served, data, tenant))
-    delivery = request.scope["delivery"] = exchange.delivery
+    entry.exchange, delivery = exchange, exchange.delivery
+    most = entry.most_tokens(served.llm.context_tokens)
+    entry.reserved = served.tenants.reserve(entry.tenant, most)
     await served.prepare(delivery.start)  # which may have to look at a grammar
     head = ignored_header(ignored)
     if exchange.streams:
         await delivery.begun()
-        return EventStream(delivery, exchange.events(), head, request.scope["path"])
+        return EventStream(delivery, exchange.events(), head, request.scope)
     gone = asyncio.create_task(_watch(request.receive, delivery))
     try:
         async for event in delivery:
@@ -83,8 +97,7 @@ async def _watch(receive: Receive, delivery: Delivery) -> None:
 class EventStream(StreamingResponse):
     """Server-sent events; None among them becomes a comment.
 
-    Ends the answers with the connection, whatever ended that. path: an error is told as its
-    clients know it.
+    Ends the answers with the connection, whatever ended that. scope: of the request.
     """
 
     def __init__(
@@ -92,10 +105,10 @@ class EventStream(StreamingResponse):
         delivery: Delivery,
         events: AsyncGenerator[Event | None],
         headers: Mapping[str, str],
-        path: str,
+        scope: Scope,
     ) -> None:
         head = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers}
-        super().__init__(_written(events, path), headers=head, media_type="text/event-stream")
+        super().__init__(_written(events, scope), headers=head, media_type="text/event-stream")
         self._delivery = delivery
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,7 +120,7 @@ class EventStream(StreamingResponse):
             self._delivery.close()
 
 
-async def _written(events: AsyncGenerator[Event | None], path: str) -> AsyncIterator[bytes]:
+async def _written(events: AsyncGenerator[Event | None], scope: Scope) -> AsyncIterator[bytes]:
     try:
         async for event in events:
             match event:
@@ -120,7 +133,7 @@ async def _written(events: AsyncGenerator[Event | None], path: str) -> AsyncIter
                 case _:
                     yield _line(event)
     except (Exception, asyncio.CancelledError) as error:
-        told = error_form(path).of(problem_of(error))
+        told = error_form(scope["path"]).of(scope["entry"].fail(error))
         yield _line(told, "error" if isinstance(told, AnthropicErrorReply) else None)
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxserve.config import ServerConfig
-from mlxserve.server.journal import Journal
-from mlxserve.server.problems import RETRY_AFTER_S, Problem, problem_of, response
+from mlxserve.server.journal import Entry, Journal
+from mlxserve.server.problems import RETRY_AFTER_S, Problem, id_header, response
 from mlxserve.server.protocol import EXCESS
 from mlxserve.server.tenants import Tenants
 
@@ -23,7 +22,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Gate:
-    """ASGI middleware around the routes. Puts `tenant` into the scope.
+    """ASGI middleware around the routes. Puts `entry` into the scope, see `journal`.
 
     Written as plain ASGI: Starlette's BaseHTTPMiddleware would put a task and a queue between an
     answer's chunks and the socket.
@@ -44,37 +43,41 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, started_s = 0, time.perf_counter()
+        scope = _origin_form(scope)
+        status, entry = 0, Entry.of(Headers(scope=scope))
+        scope["entry"] = entry
         excess = scope["state"].get(EXCESS, False)
 
         async def noted(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                if excess:
-                    message["headers"] = [*message["headers"], (b"connection", b"close")]
+                named = (id_header(scope["path"]), entry.id.encode())
+                closing = [(b"connection", b"close")] if excess else []
+                message["headers"] = [*message.get("headers", ()), named, *closing]
             await send(message)
 
         try:
-            self._check(scope)
+            self._check(scope, entry)
             await self._app(scope, receive, noted)
         except (Exception, asyncio.CancelledError) as error:
-            problem = problem_of(error)
+            problem = entry.fail(error)
             if not status and problem.status != 499:  # there is nobody to tell
                 await response(problem, scope["path"])(scope, receive, noted)
             status = status or problem.status
         finally:
-            self._journal.note(scope, status or 499, started_s)
+            self._tenants.settle(entry.tenant, entry.reserved, entry.tokens)
+            self._journal.note(scope, status or 499)
 
-    def _check(self, scope: Scope) -> None:
+    def _check(self, scope: Scope, entry: Entry) -> None:
         headers = Headers(scope=scope)
-        host = headers.get("host", "")
-        if self._hosts is not None and _name(host) not in self._hosts:
+        host = headers.get("host")  # HTTP/1.0 needs none, and no browser leaves it out
+        if self._hosts is not None and host is not None and _name(host) not in self._hosts:
             raise Problem(
                 403, f"the Host header is {host[:100]!r}; start the server with --allowed-host"
             )
         origin = headers.get("origin")
-        if origin and not self._may_ask(origin, host):
+        if origin and not self._may_ask(origin, host or ""):
             raise Problem(
                 403, f"the page is of {origin[:100]!r}; start the server with --cors-origin"
             )
@@ -87,10 +90,9 @@ class Gate:
                 "try again later",
                 retry_after_s=RETRY_AFTER_S,
             )
-        tenant = self._tenants.of(headers.get("authorization"), headers.get("x-api-key"))
+        entry.tenant = self._tenants.of(headers.get("authorization"), headers.get("x-api-key"))
         if scope["method"] == "POST":
-            self._tenants.admit(tenant)
-        scope["tenant"] = tenant
+            self._tenants.admit(entry.tenant)
 
     def _may_ask(self, origin: str, host: str) -> bool:
         """Whether a web page may: browsers send simple requests without asking, and only hide the
@@ -108,8 +110,24 @@ def _hosts(config: ServerConfig) -> frozenset[str] | None:
     return frozenset({*LOOPBACK, config.host, *(name.lower() for name in config.allowed_hosts)})
 
 
+def _origin_form(scope: Scope) -> Scope:
+    """A request whose target is a whole URL, as any other: its host stands for the Host header.
+
+    RFC 9112, section 3.2.2: servers must accept these, though clients send them to proxies only.
+    """
+    target = scope["raw_path"]
+    if not target.lower().startswith((b"http://", b"https://")):
+        return scope
+    _, _, rest = target.partition(b"://")
+    host, slash, path = rest.partition(b"/")
+    raw = slash + path or b"/"
+    headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
+    named = {"raw_path": raw, "path": unquote(raw.decode("ascii"))}
+    return {**scope, **named, "headers": [(b"host", host), *headers]}
+
+
 def _name(host: str) -> str:
     try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
+        return (urlsplit(f"//{host}").hostname or "").lower().removesuffix(".")
     except ValueError:
         return ""

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from mlxserve.histogram import Distribution, Histogram
 from mlxserve.llm import LLM
-from mlxserve.types import Timings, Usage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -26,14 +32,21 @@ GATEWAY_NAMES = {
 
 
 class Metrics:
-    """Counts of one server. Used on the event loop's thread."""
+    """Counts of one server. Used on the event loop's thread.
+
+    gaps: a value for each token of each answer, so it must cost next to nothing.
+    """
 
     def __init__(self, llm: LLM) -> None:
+        self.ttft = Histogram(SECONDS)
+        self.gaps = Histogram(GAPS_S)
+        self.end_to_end = Histogram(SECONDS)
         self._registry = CollectorRegistry()
         self._registry.register(_Engine(llm))
+        self._registry.register(_Times(self))
         self.requests = Counter(
             "mlxserve_requests",
-            "HTTP requests, by path and status.",
+            "HTTP requests that are over, by path and status.",
             ("path", "status"),
             registry=self._registry,
         )
@@ -43,35 +56,39 @@ class Metrics:
             ("finish_reason",),
             registry=self._registry,
         )
-        self.ttft = Histogram(
-            "mlxserve_time_to_first_token_seconds",
-            "From submission to the first token.",
-            buckets=SECONDS,
-            registry=self._registry,
-        )
-        self.gaps = Histogram(
-            "mlxserve_inter_token_seconds",
-            "Mean time between an answer's tokens.",
-            buckets=GAPS_S,
-            registry=self._registry,
-        )
-        self.end_to_end = Histogram(
-            "mlxserve_request_seconds",
-            "From a request's head to its last byte.",
-            buckets=SECONDS,
-            registry=self._registry,
-        )
-
-    def note(self, finish_reason: str, timings: Timings, usage: Usage) -> None:
-        """Count an answer that ended."""
-        self.outcomes.labels(finish_reason).inc()
-        if timings.ttft_s is not None:
-            self.ttft.observe(timings.ttft_s)
-        if timings.decode_tokens_per_s:
-            self.gaps.observe(1 / timings.decode_tokens_per_s)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+def _histogram(name: str, text: str, found: Distribution) -> Metric:
+    names = [*map(str, found.bounds), "+Inf"]
+    buckets = list(zip(names, accumulate(found.counts), strict=True))
+    return HistogramMetricFamily(name, text, buckets=buckets, sum_value=found.sum)
+
+
+class _Times(Collector):
+    """The server's histograms."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._told = {
+            "mlxserve_time_to_first_token_seconds": (
+                "From submission to the first token.",
+                metrics.ttft,
+            ),
+            "mlxserve_inter_token_seconds": ("Between two tokens of an answer.", metrics.gaps),
+            "mlxserve_request_seconds": (
+                "From a request's head to its last byte.",
+                metrics.end_to_end,
+            ),
+        }
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        for name, (text, histogram) in self._told.items():
+            yield _histogram(name, text, histogram.snapshot())
 
 
 class _Engine(Collector):
@@ -99,14 +116,15 @@ class _Engine(Collector):
         }
         counters = {
             "mlxserve_steps": ("Steps computed.", now.steps),
-            "mlxserve_prompt_tokens": ("Prompt tokens of ended requests.", now.prompt_tokens),
+            "mlxserve_prompt_tokens": (
+                "Prompt tokens of requests that came in.",
+                now.prompt_tokens,
+            ),
             "mlxserve_cached_prompt_tokens": ("Those found in the cache.", now.cached_tokens),
             "mlxserve_prefix_hits": ("Requests that found some.", now.prefix_hits),
             "mlxserve_completion_tokens": ("Tokens drawn.", now.completion_tokens),
             "mlxserve_preemptions": ("Requests that had to start over.", now.preemptions),
             "mlxserve_refused": ("Requests refused for want of room or time.", now.refused),
-            "mlxserve_step_seconds": ("Seconds with steps under way.", now.busy_s),
-            "mlxserve_step_gap_seconds": ("Of these, waiting for the next.", now.gap_s),
         }
         for name, ours in GATEWAY_NAMES.items():
             gauges[name] = gauges[ours]
@@ -114,3 +132,9 @@ class _Engine(Collector):
             yield GaugeMetricFamily(name, text, value=value)
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(name, text, value=value)
+        yield _histogram("mlxserve_step_seconds", "Of each step.", now.step_s)
+        yield _histogram(
+            "mlxserve_step_gap_seconds",
+            "Of each step, the time in which the device waited for it.",
+            now.step_gap_s,
+        )

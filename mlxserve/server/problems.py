@@ -55,12 +55,15 @@ class Problem(Exception):  # noqa: N818 (most of them are the client's)
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_s)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.status == 408:  # what still comes of the body isn't waited for
+            headers["Connection"] = "close"
         return headers
 
 
 def _short(text: str, limit: int) -> str:
-    """What a client sent may be part of a message, and as long as a body may be."""
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    """What a client sent may be part of a message: as long as a body may be, and of any letters."""
+    text = text if len(text) <= limit else f"{text[:limit]}..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def problem_of(error: BaseException) -> Problem:
@@ -139,6 +142,11 @@ class AnthropicErrorReply(msgspec.Struct):
 def error_form(path: str) -> type[ErrorReply] | type[AnthropicErrorReply]:
     """The form of errors that clients of this path know."""
     return AnthropicErrorReply if path.startswith("/v1/messages") else ErrorReply
+
+
+def id_header(path: str) -> bytes:
+    """The header in which clients of this path look for a request's id."""
+    return b"request-id" if error_form(path) is AnthropicErrorReply else b"x-request-id"
 
 
 def response(problem: Problem, path: str) -> Response:

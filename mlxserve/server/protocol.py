@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import h11
@@ -21,6 +22,20 @@ MAX_EXCESS = 128
 EXCESS_HEAD_S = 1.0
 """For the head on such a connection."""
 
+MAX_HEAD_BYTES = 64 << 10
+"""Of a request's line and headers together."""
+
+LINGER_S = 2.0
+"""For which a refused client may go on sending: closed at once, it would lose the answer."""
+
+REFUSED = {
+    400: "this isn't valid HTTP/1.1; send a request as RFC 9112 has it",
+    408: "the request's head didn't come in {seconds:g} s; send it faster",
+    431: "the request's head has over {most} bytes; send shorter headers",
+    501: "this transfer encoding isn't known here; send chunks, or a Content-Length",
+}
+"""What is told, by status, of what doesn't become a request."""
+
 
 class Protocol(H11Protocol):
     """Closes connections on which no head arrives in time, and those that nobody reads from.
@@ -35,6 +50,7 @@ class Protocol(H11Protocol):
         self._head_s = limits.header_timeout_s
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
+        self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,6 +60,10 @@ class Protocol(H11Protocol):
             if excess > MAX_EXCESS:
                 transport.abort()
         self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._refused:
+            super().data_received(data)
 
     def handle_events(self) -> None:
         super().handle_events()
@@ -66,28 +86,50 @@ class Protocol(H11Protocol):
         self._unread = _stopped(self._unread)
 
     def send_400_response(self, msg: str) -> None:
-        """What isn't HTTP is answered too, as long as no answer is under way."""
+        """What isn't HTTP is answered too. Called while h11's error is handled, which says why."""
+        self._refuse(getattr(sys.exception(), "error_status_hint", 400))
+
+    def _refuse(self, status: int) -> None:
+        """Answer in place of the app, as long as no answer is under way, and end the connection."""
+        self._refused = True
+        self._head = _stopped(self._head)
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE, h11.ERROR):
             self.transport.abort()
             return
-        problem = Problem(400, "this isn't valid HTTP/1.1; send a request as RFC 9112 has it")
+        text = REFUSED.get(status, REFUSED[400])
+        limits = {"seconds": self._head_s, "most": MAX_HEAD_BYTES}
+        problem = Problem(status, text.format(**limits))
         data = msgspec.json.encode(ErrorReply.of(problem))
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(data))),
             ("connection", "close"),
         ]
-        head = h11.Response(status_code=400, headers=headers)
+        head = h11.Response(status_code=status, headers=headers)
         events = (head, h11.Data(data=data), h11.EndOfMessage())
         self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
-        self.transport.close()
+        self.transport.write_eof()
+        if self.cycle is not None:  # a request whose body turned out to be broken
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._head = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _await_head(self) -> None:
         """Set the clock for the next request, unless one is being answered."""
+        if self._refused:
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             self._head = _stopped(self._head)
         elif self._head is None and not self.transport.is_closing():
-            self._head = self.loop.call_later(self._head_s, self.transport.close)
+            self._head = self.loop.call_later(self._head_s, self._no_head)
+
+    def _no_head(self) -> None:
+        """A client that has begun a request hears why; one that is idle has nothing to hear."""
+        begun, _ = self.conn.trailing_data
+        if begun and self.conn.their_state is h11.IDLE:
+            self._refuse(408)
+        else:
+            self.transport.close()
 
 
 def _stopped(timer: asyncio.TimerHandle | None) -> None:

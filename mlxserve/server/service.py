@@ -47,14 +47,13 @@ class Service:
         default_factory=lambda: ThreadPoolExecutor(PREPARE_THREADS, "mlxserve-prepare")
     )
 
-    @property
-    def name(self) -> str:
-        """Of the model, in answers."""
-        return self.config.names[0]
-
     async def prepare(self, work: Callable[[], T]) -> T:
         """Run what takes long (templates, tokenizing) beside the loop."""
         return await asyncio.get_running_loop().run_in_executor(self.pool, work)
+
+    def name_of(self, asked: str | None) -> str:
+        """Of the model, in the answer to a request that `check_model` has let pass."""
+        return asked or self.config.names[0]
 
     def check_model(self, name: str | None) -> None:
         """Raise Problem for a model that isn't served."""

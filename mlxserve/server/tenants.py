@@ -11,26 +11,30 @@ from math import ceil
 
 from mlxserve.server.problems import Problem
 
+MAX_WAIT_S = 60.0
+"""To tell a client that waits for answers under way: they may well take less than they may."""
+
 
 @dataclass(slots=True)
 class Allowance:
-    """So much a minute, refilled all the time. May be overdrawn by what is known only later."""
+    """So much a minute, refilled all the time. left: without what is reserved; may be negative."""
 
     per_minute: int
     left: float = field(init=False)
+    reserved: int = 0
     at_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.left = float(self.per_minute)
 
-    def wait_s(self, now_s: float) -> float:
-        """Seconds until something is left; 0: now."""
+    def refill(self, now_s: float) -> None:
+        """Up to a minute's worth."""
         refilled = self.left + (now_s - self.at_s) * self.per_minute / 60
         self.left, self.at_s = min(refilled, float(self.per_minute)), now_s
-        return max(0.0, (1 - self.left) * 60 / self.per_minute)
 
-    def take(self, amount: float) -> None:
-        self.left -= amount
+    def wait_s(self, amount: float) -> float:
+        """Seconds until so much is left; 0: it is."""
+        return max(0.0, (amount - self.left) * 60 / self.per_minute)
 
 
 @dataclass(slots=True)
@@ -43,8 +47,11 @@ class Tenant:
 
 
 def tenant_names(keys: tuple[str, ...]) -> list[str]:
-    """Of the tenants that these keys make; without keys there is one, of no name."""
-    return [f"key{i}" for i in range(1, len(keys) + 1)] or [""]
+    """Of the tenants that these keys make; without keys there is one, of no name.
+
+    A key's name depends on nothing else: the first eight digits of its SHA-256.
+    """
+    return [f"key-{_digest(key).hex()[:8]}" for key in keys] or [""]
 
 
 class Tenants:
@@ -92,17 +99,46 @@ class Tenants:
 
     def admit(self, tenant: Tenant) -> None:
         """Count a request. Raises Problem 429 if this minute's are used up."""
-        now_s = self._clock()
-        for what, allowance in (("requests", tenant.requests), ("tokens", tenant.tokens)):
-            if allowance is not None and (wait_s := allowance.wait_s(now_s)) > 0:
-                raise Problem(
-                    429,
-                    f"over {allowance.per_minute} {what} per minute; wait {ceil(wait_s)} s",
-                    code="rate_limit_exceeded",
-                    retry_after_s=wait_s,
-                )
-        if tenant.requests is not None:
-            tenant.requests.take(1)
+        if (requests := tenant.requests) is None:
+            return
+        requests.refill(self._clock())
+        if (wait_s := requests.wait_s(1)) > 0:
+            raise _over(f"over {requests.per_minute} requests per minute", wait_s)
+        requests.left -= 1
+
+    def reserve(self, tenant: Tenant, most: int) -> int:
+        """Set aside the tokens that a request may take at most. Returns how many, for `settle`.
+
+        Raises Problem 429 if they aren't left. A request beside which none of its tenant's runs
+        needs one token only, and what it takes beyond what is left, the next ones wait for: else
+        none could run that may take more than a minute's, and most say nothing of their length.
+        """
+        if (tokens := tenant.tokens) is None:
+            return 0
+        tokens.refill(self._clock())
+        needed = most if tokens.reserved else 1
+        if (wait_s := tokens.wait_s(needed)) > 0:
+            wait_s = min(wait_s, MAX_WAIT_S) if tokens.reserved else wait_s
+            raise _over(
+                f"over {tokens.per_minute} tokens per minute: {max(0, int(tokens.left))} are left, "
+                f"and this request may take {most}",
+                wait_s,
+            )
+        tokens.reserved += most
+        tokens.left -= most
+        return most
+
+    def settle(self, tenant: Tenant | None, reserved: int, used: int) -> None:
+        """Give back what a request that is over has left of its reservation."""
+        if tenant is not None and tenant.tokens is not None and reserved:
+            tenant.tokens.reserved -= reserved
+            tenant.tokens.left += reserved - used
+
+
+def _over(what: str, wait_s: float) -> Problem:
+    return Problem(
+        429, f"{what}; wait {ceil(wait_s)} s", code="rate_limit_exceeded", retry_after_s=wait_s
+    )
 
 
 def _digest(key: str) -> bytes:

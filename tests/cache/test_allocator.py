@@ -83,6 +83,29 @@ def test_only_held_pages_are_cached_and_only_once():
         pages.uncache(1)
 
 
+def test_pages_that_pins_alone_hold_are_counted():
+    pages = PageAllocator(3)
+    pages.take(2)
+    pages.pin(0)
+    assert pages.pinned == 0  # somebody else holds it too
+    pages.give([0])
+    assert pages.pinned == 1
+    pages.pin(0)
+    pages.pin(1)
+    assert pages.pinned == 1
+    pages.share(0)
+    assert pages.pinned == 0
+    held, pins = Counter({0: 3, 1: 2}), Counter({0: 2, 1: 1})
+    pages.check(held, Counter(), pins)
+    with pytest.raises(InvariantError, match="held by pins alone"):
+        pages.check(held, Counter(), Counter({0: 2}))
+    pages.unpin([1])
+    pages.give([0])
+    assert pages.pinned == 1
+    pages.unpin([0, 0])
+    assert (pages.pinned, pages.free) == (0, 2)
+
+
 def test_check_counts_holders_and_cached_pages():
     pages = PageAllocator(4)
     pages.take(3)

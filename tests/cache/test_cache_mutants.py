@@ -60,7 +60,9 @@ CELLS = [
 # What each module must not do: (old, new).
 MUTANTS = {
     allocator: [
-        ("heapq.heappush(self._free, page)\n\n    def cache", "pass\n\n    def cache"),
+        ("heapq.heappush(self._free, page)\n            self.pinned", "pass\n            self.pinned"),
+        ("self.pinned -= self._only_pinned(page)\n        self._holders", "self._holders"),
+        ("            self.pinned += self._only_pinned(page)\n\n", "\n"),
         ("self.idle[page] = None", "heapq.heappush(self._free, page)"),
         ("+ 1\n        self.idle.pop(page, None)", "+ 1"),
         ("self._holders[page] = self._holders.get(page, 0) + 1", "self._holders[page] = 1"),
@@ -182,8 +184,8 @@ MUTANTS = {
         ("MAX_PINS:\n            self.unpin(min(", "MAX_PINS:\n            self.unpin(max("),
         ("while len(self.pins) > MAX_PINS:", "while False:"),
         ("self.tree.enter(nodes[-1])", "pass"),
-        ("pool.share(page)", "pass"),
-        ("pool.give(reversed(held))", "pool.give(held)"),
+        ("pool.pin(page)", "pass"),
+        ("pool.unpin(reversed(held))", "pool.unpin(held)"),
         ("self.tree.leave(pin.node)", "pass"),
         ("self.unpin(key)\n        self.pins[key]", "self.pins[key]"),
         ("found is None or NO_PAGE in found[0].pages", "found is None"),

@@ -15,6 +15,7 @@ from mlxserve.errors import EngineDead, InvariantError, ModelError, RequestError
 from mlxserve.kernels import registry
 from mlxserve.models.load import load_model
 from mlxserve.types import Request, SamplingParams
+from tests.support.caches import KINDS, Asked, Run
 from tests.support.tiny import (
     VOCAB_SIZE,
     prompt,
@@ -442,6 +443,31 @@ def test_a_failed_step_ends_its_requests_and_the_next_are_served():
     after = collect(engine, [request([5, 6], "c", max_tokens=10)])["c"]
     engine.close()
     assert tokens(after) == tokens(run(tiny, [request([5, 6], max_tokens=10)])["r"])
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_after_a_failed_step_a_step_of_nobodys_shows_whether_any_works(kind, monkeypatch):
+    asked = Asked((3, 1, 4, 1, 5, 9, 2, 6), 3, "greedy")
+    run, broken = Run(kind, 8), []
+    build = run.core.runner.build
+
+    def failing(plan, last):
+        broken.append(plan)
+        if len(broken) in (2, 4, 5):
+            raise RuntimeError("the device is gone")
+        return build(plan, last)
+
+    monkeypatch.setattr(run.core.runner, "build", failing)
+    run.submit(asked)
+    with pytest.raises(ModelError, match="the step failed"):
+        run.step(3)
+    assert len(broken) == 3  # the last was nobody's
+    run.core.check_integrity()
+    assert not run.core.busy
+    run.submit(asked)
+    with pytest.raises(RuntimeError, match="the device is gone"):  # and so was this one
+        run.step(3)
+    assert len(broken) == 5
 
 
 @pytest.mark.full

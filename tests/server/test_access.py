@@ -1,5 +1,6 @@
 """Who gets in: host names, origins, keys; and what one tenant can learn of another."""
 
+import hashlib
 import logging
 import socket
 
@@ -20,7 +21,9 @@ def bearer(key):
     return {"Authorization": f"Bearer {key}"}
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST:123", "127.0.0.1", "[::1]:8080"])
+@pytest.mark.parametrize(
+    "host", ["localhost", "LOCALHOST:123", "127.0.0.1", "[::1]:8080", "localhost.", "localhost.:1"]
+)
 def test_this_machine_by_its_own_names(server, host):
     assert server.http.get("/v1/models", headers={"Host": host}).status_code == 200
 
@@ -36,6 +39,27 @@ def test_a_page_cannot_reach_it_by_another_name(server, host, path):
     assert "--allowed-host" in error["message"]
 
 
+def test_a_request_of_old_without_a_host(server):
+    status, _ = server.answer(b"GET /health HTTP/1.0\r\n\r\n")
+    assert status == 200
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://localhost/health", 200),
+        ("HTTP://localhost:1/v1/models/tiny?a=b", 200),
+        ("http://localhost", 404),
+        ("http://evil.example/health", 403),
+    ],
+)
+def test_a_target_that_is_a_whole_url(server, target, status):
+    """RFC 9112, 3.2.2: the target's host counts, whatever the Host header says."""
+    for host in ("localhost", "evil.example"):
+        head = f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n"
+        assert server.answer(head.encode())[0] == status
+
+
 def test_names_that_are_let_in(llm):
     with serving(llm, allowed_hosts=("My.Example",)) as server:
         for host, status in (("my.example:1", 200), ("localhost", 200), ("evil.example", 403)):
@@ -47,6 +71,20 @@ def test_names_that_are_let_in(llm):
 def test_a_server_for_other_machines_goes_by_any_name(llm):
     with serving(llm, host="0.0.0.0") as server:
         assert server.http.get("/health", headers={"Host": "my-mac.local"}).status_code == 200
+
+
+def test_an_address_that_another_process_takes_meanwhile(llm):
+    """Some systems let two sockets have one address, until one of them listens."""
+
+    def late(config, first):
+        with run.bind(config) as second:
+            first.listen()
+            run.serve(llm, config, second)
+
+    with run.bind(ServerConfig(names=(NAME,), port=0)) as first:
+        config = ServerConfig(names=(NAME,), port=first.getsockname()[1])
+        with pytest.raises(RequestError, match=r"can't listen at 127.0.0.1:\d+: Address already"):
+            late(config, first)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +103,7 @@ def test_addresses_of_this_machine_only(host, local):
 
 def test_an_address_of_the_sixth_version():
     try:
-        at = run.listen(ServerConfig(names=(NAME,), host="::1", port=0))
+        at = run.bind(ServerConfig(names=(NAME,), host="::1", port=0))
     except RequestError:
         pytest.skip("only on machines with IPv6")
     with at:
@@ -163,7 +201,7 @@ def test_a_key_is_in_no_log(llm, caplog, log_format):
             server.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
             server.http.post("/v1/completions", json={"prompt": ""}, headers=headers)
         metrics = server.http.get("/metrics").text
-    assert "key2" in caplog.text
+    assert all(tenant in caplog.text for tenant in ("key-61f842a5", "key-4a66c71f"))
     for text in (caplog.text, metrics):
         assert "secret" not in text
 
@@ -177,5 +215,8 @@ def test_keys_that_are_none(llm, key):
 
 def test_a_key_is_found_by_its_hash():
     tenants = Tenants(KEYS, None, None)
-    assert tenants.of(f"Bearer {KEYS[1]}", None).name == "key2"
+    name = tenants.of(f"Bearer {KEYS[1]}", None).name
+    assert name == "key-" + hashlib.sha256(KEYS[1].encode()).hexdigest()[:8]
+    more = Tenants(("another-key", *KEYS), None, None)
+    assert more.of(None, KEYS[1]).name == name  # whoever else there is
     assert not any(key.encode() in digest for key in KEYS for digest in tenants._by_digest)

@@ -172,11 +172,17 @@ def test_as_many_files_as_connections_may_be_open(llm):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("begun", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: loc"])
+@pytest.mark.parametrize("begun", [b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: loc"])
 def test_a_head_that_does_not_come(llm, begun):
-    with serving(llm, header_timeout_s=0.3) as server, server.open_socket() as sock:
-        sock.sendall(begun)
-        assert sock.recv(100) == b""
+    with serving(llm, header_timeout_s=0.3) as server:
+        got = server.raw(begun)
+        assert got.startswith(b"HTTP/1.1 408 ")
+        assert b"the request's head didn't come in 0.3 s" in got
+
+
+def test_a_connection_without_a_request_is_closed(llm):
+    with serving(llm, header_timeout_s=0.3) as server:
+        assert server.raw(b"") == b""
 
 
 def test_a_head_that_comes_byte_by_byte(llm):

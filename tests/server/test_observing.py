@@ -3,8 +3,12 @@
 import json
 import logging
 import re
+import time
+from datetime import datetime
 from pathlib import Path
 
+import anthropic as anthropic_client
+import openai as openai_client
 import pytest
 from openapi_spec_validator import validate
 from prometheus_client.parser import text_string_to_metric_families
@@ -15,6 +19,7 @@ from mlxserve.server import openai
 from mlxserve.server.endpoints import health
 from tests.support.serving import serving, wait_until
 
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00"
 LONG = {"max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
 
 
@@ -87,6 +92,7 @@ def test_metrics_move(server):
     server.complete(prompt="q" * 100, **LONG)
     server.complete(prompt="")
     server.http.get("/nowhere/at/all")
+    server.http.get("/v1/models/tiny")
     after = metrics_of(server)
     moved = {key: after[key] - before.get(key, 0.0) for key in after}
     assert moved["mlxserve_prompt_tokens_total"] == 200
@@ -98,8 +104,11 @@ def test_metrics_move(server):
     assert moved["mlxserve_requests_total path=/v1/completions status=200"] == 2
     assert moved["mlxserve_requests_total path=/v1/completions status=400"] == 1
     assert moved["mlxserve_requests_total path=other status=404"] == 1
+    assert moved["mlxserve_requests_total path=/v1/models/{name} status=200"] == 1
     assert moved["mlxserve_time_to_first_token_seconds_count"] == 2
-    assert moved["mlxserve_inter_token_seconds_count"] == 2
+    assert moved["mlxserve_inter_token_seconds_count"] == 2 * 19
+    assert moved["mlxserve_step_seconds_count"] == moved["mlxserve_steps_total"]
+    assert 0 < moved["mlxserve_step_gap_seconds_sum"] < moved["mlxserve_step_seconds_sum"]
     assert moved["mlxserve_request_seconds_count"] >= 4
     assert after["mlxserve_kv_pages_cached"] > 0
 
@@ -124,6 +133,63 @@ def test_metrics_tell_what_is_under_way(llm, server):
     assert now["vllm:num_requests_running"] == now["vllm:kv_cache_usage_perc"] == 0
 
 
+def test_a_stall_between_two_tokens_is_seen(llm, server, caplog):
+    """One gap of 0.3 s among hundreds that are far smaller: a mean would hide it."""
+    caplog.set_level(logging.INFO, "mlxserve.access")
+    name = "mlxserve_inter_token_seconds_bucket"
+    before = metrics_of(server)
+    with server.open_socket() as sock:
+        ask = b'{"prompt":"x","max_tokens":900,"ignore_eos":true,"stream":true}'
+        sock.sendall(server.post("/v1/completions", ask))
+        sock.recv(1000)
+        llm._engine.call(lambda core: time.sleep(0.3))
+        while sock.recv(65536):
+            pass
+    after = metrics_of(server)
+    over = {at: after[f"{name} le={at}"] - before[f"{name} le={at}"] for at in ("+Inf", "0.2")}
+    assert over["+Inf"] == 899
+    assert over["+Inf"] - over["0.2"] >= 1
+    (line,) = caplog.messages
+    mean_s, most_s = (
+        float(re.search(rf" {key} ([\d.]+)", line)[1]) for key in ("itl_s", "max_itl_s")
+    )
+    assert most_s >= 0.3 > mean_s
+
+
+def test_pages_that_are_only_kept_are_not_held(tiny_model_dir):
+    block = {"type": "text", "text": "Keep all of this. " * 40}
+    block["cache_control"] = {"type": "ephemeral"}
+    asked = {"role": "user", "content": "Hi"}
+    body = {"model": "tiny", "max_tokens": 2, "system": [block], "messages": [asked]}
+    with mlxserve.load(tiny_model_dir) as llm, serving(llm) as server:
+        assert server.http.post("/v1/messages", json=body).status_code == 200
+        now = metrics_of(server)
+        assert now["mlxserve_kv_pages_used"] == now["mlxserve_kv_cache_utilization"] == 0
+        assert now["mlxserve_kv_pages_cached"] >= 11
+        assert llm._engine.call(lambda core: len(core.manager.shared.pins)) == 1
+
+
+def test_only_answers_that_were_called_off_count_as_cancelled(server, monkeypatch):
+    before = metrics_of(server)
+    scheduler = server.llm._engine.call(lambda core: core.scheduler)
+    with monkeypatch.context() as patched:
+        patched.setattr(scheduler, "max_queue", 0)
+        for stream in (False, True):
+            assert server.complete(prompt="x", stream=stream).status_code == 429
+    with monkeypatch.context() as patched:
+        patched.setattr(Runner, "build", failing(Runner.build))
+        assert server.complete(prompt="x", n=2, temperature=1).status_code == 500
+    after = metrics_of(server)
+    name = "mlxserve_answers_total finish_reason="
+    moved = {
+        key.removeprefix(name): after[key] - before.get(key, 0)
+        for key in after
+        if key.startswith(name) and after[key] != before.get(key, 0)
+    }
+    assert moved.pop("error") == 2
+    assert not moved
+
+
 @pytest.mark.full
 def test_asking_for_what_is_not_there_makes_no_new_series(server):
     for i in range(20):
@@ -132,6 +198,7 @@ def test_asking_for_what_is_not_there_makes_no_new_series(server):
         server.http.request(f"M{i}", "/v1/models")
     paths = {re.search(r"path=(\S+)", key)[1] for key in metrics_of(server) if "path=" in key}
     assert not any(re.search(r"\d$", path) for path in paths)
+    assert len(paths) <= 13
 
 
 def test_every_metric_is_documented(server):
@@ -160,13 +227,19 @@ def test_each_request_is_a_line(server, caplog):
     wait_until(lambda: len(caplog.messages) == 3, "three lines")
     ok, bad, odd = caplog.messages
     assert re.fullmatch(
-        r"POST '/v1/completions' 200 [\d.]+ s, id r\d+, answers 1, prompt_tokens 16, "
-        r"cached_tokens \d+, completion_tokens 3, finish_reason length, ttft_s [\d.]+, "
-        r"itl_s [\d.]+",
+        rf"{TIME} POST '/v1/completions' 200 [\d.]+ s, id req_\w+, model tiny, answers 1, "
+        r"prompt_tokens 16, cached_tokens \d+, completion_tokens 3, finish_reason length, "
+        r"ttft_s [\d.]+, itl_s [\d.]+, max_itl_s [\d.]+",
         ok,
     )
-    assert re.fullmatch(r"POST '/v1/completions' 400 [\d.]+ s", bad)
-    assert re.fullmatch(r"GET '/a\\nb' 404 [\d.]+ s", odd)
+    assert re.fullmatch(
+        rf"{TIME} POST '/v1/completions' 400 [\d.]+ s, id req_\w+, model tiny, "
+        r"error the prompt is empty; .*",
+        bad,
+    )
+    assert re.fullmatch(
+        rf"{TIME} GET '/a\\nb' 404 [\d.]+ s, id req_\w+, model tiny, error /a\\nb .*", odd
+    )
     assert "secret" not in caplog.text
 
 
@@ -185,9 +258,64 @@ def test_lines_of_json(llm, caplog, prompts):
     assert (first["answers"], first["prompt_tokens"], first["completion_tokens"]) == (2, 5, 6)
     assert second["finish_reason"] == "length"
     assert first["seconds"] > 0
+    assert datetime.fromisoformat(first["time"]).tzinfo is not None
     assert ("prompt_ids" in first) == prompts
     if prompts:
         assert first["prompt_ids"][0] == llm.encode([{"role": "user", "content": "Hi"}])
+
+
+def test_the_logs_id_is_the_one_that_the_client_sees(server, client, caplog):
+    caplog.set_level(logging.INFO, "mlxserve.access")
+    done = client.chat.completions.create(
+        model="alias", messages=[{"role": "user", "content": "x"}], max_tokens=1
+    )
+    with pytest.raises(openai_client.BadRequestError) as bad:
+        client.completions.create(model="tiny", prompt="")
+    with anthropic_client.Anthropic(base_url=server.url, api_key="none") as other:
+        message = other.messages.create(
+            model="alias", messages=[{"role": "user", "content": "x"}], max_tokens=1
+        )
+    mine = server.http.get("/v1/models", headers={"X-Request-Id": "trace/1:a"})
+    odd = server.http.get("/v1/models", headers={"X-Request-Id": "two, words"})
+    assert mine.headers["x-request-id"] == "trace/1:a"
+    ids = [done._request_id, bad.value.request_id, message._request_id, "trace/1:a"]
+    ids.append(odd.headers["x-request-id"])
+    wait_until(lambda: len(caplog.messages) == len(ids), "a line each")
+    assert [re.search(r" id ([^,]+),", line)[1] for line in caplog.messages] == ids
+    assert len(set(ids)) == len(ids)
+    assert done.model == message.model == "alias"
+    assert " model alias," in caplog.messages[0]
+
+
+def test_a_line_of_several_prompts_says_what_the_usage_says(llm, caplog):
+    caplog.set_level(logging.INFO, "mlxserve.access")
+    prompts = [letter * 200 for letter in "abc"]
+    with serving(llm, log_format="json") as server:
+        for _ in range(2):
+            got = server.complete(prompt=prompts, n=2, temperature=1, max_tokens=2, ignore_eos=True)
+    usage, line = got.json()["usage"], json.loads(caplog.messages[-1])
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 3 * 128
+    assert line["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert line["prompt_tokens"] == usage["prompt_tokens"] == 600
+    assert line["completion_tokens"] == usage["completion_tokens"] == 12
+
+
+def test_a_line_of_a_call_has_the_reason_that_the_reply_has(server, caplog):
+    caplog.set_level(logging.INFO, "mlxserve.access")
+    tool = {"type": "function", "function": {"name": "clock"}}
+    got = server.chat(tools=[tool], tool_choice="required", max_tokens=600, seed=1)
+    assert got.json()["choices"][0]["finish_reason"] == "tool_calls"
+    assert "finish_reason tool_calls" in caplog.messages[-1]
+
+
+def test_a_refusal_by_rate_is_the_tenants(llm, caplog):
+    caplog.set_level(logging.INFO, "mlxserve.access")
+    with serving(llm, api_keys=("one-of-the-keys",), requests_per_minute=1) as server:
+        for _ in range(2):
+            headers = {"X-Api-Key": "one-of-the-keys"}
+            got = server.http.post("/v1/completions", json={"prompt": "x"}, headers=headers)
+    assert got.status_code == 429
+    assert re.search(r" 429 .*, tenant key-\w{8}, .*error over 1 requests", caplog.messages[-1])
 
 
 def test_a_client_that_hangs_up_is_noted(server, caplog):
@@ -204,7 +332,7 @@ def test_a_client_that_hangs_up_is_noted(server, caplog):
 
 def test_a_step_that_fails_is_a_500_and_the_next_one_is_served(server, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(Runner, "build", raising(MemoryError("no room")))
+        patched.setattr(Runner, "build", failing(Runner.build))
         for stream in (False, True):
             got = server.complete(prompt="x", stream=stream)
             assert got.status_code == 500
@@ -224,6 +352,17 @@ def test_a_bug_of_ours_is_logged_and_its_details_are_not_told(server, monkeypatc
     assert '"error"' in streamed.text
     assert caplog.text.count("ZeroDivisionError: inner workings") == 2
     assert server.complete(prompt="x", max_tokens=1).status_code == 200
+
+
+def failing(build):
+    """Steps of requests fail, and the one works by which the engine finds out if any do."""
+
+    def fail(runner, plan, last):
+        if any(chunk.seq.request.id != "probe" for chunk in plan.chunks):
+            raise MemoryError("no room")
+        return build(runner, plan, last)
+
+    return fail
 
 
 def raising(error):

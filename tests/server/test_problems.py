@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -197,7 +198,7 @@ def test_wrong_paths_and_methods(server, method, path, status):
     error = error_of(response, status)
     assert error["param"] in (None, "model")
     if status == 405:
-        assert response.headers["allow"]
+        assert f"takes {response.headers['allow']}, not {method}" in error["message"]
 
 
 def test_head_is_get_without_a_body(server):
@@ -274,12 +275,39 @@ def test_rates_are_per_tenant_and_refill():
     assert caught.value.headers["Retry-After"] == "1"
     now += 1.0
     tenants.admit(one)
-    two.tokens.take(250)  # what an answer took is known only afterwards
+
+
+def test_tokens_that_answers_may_take_are_set_aside():
+    now = 1000.0
+    tenants = Tenants(("key-one-1", "key-two-2"), None, 100, clock=lambda: now)
+    one, two = tenants.of("Bearer key-one-1", None), tenants.of(None, "key-two-2")
+    first = tenants.reserve(one, 60)
+    with pytest.raises(Problem, match=r"minute: 40 are left, .* may take 61") as full:
+        tenants.reserve(one, 61)
+    assert full.value.headers["Retry-After"] == "13"
+    with pytest.raises(Problem) as never:
+        tenants.reserve(one, 1000)
+    assert never.value.headers["Retry-After"] == "60"  # until those under way are over
+    second = tenants.reserve(one, 40)
+    assert tenants.reserve(two, 60) == 60
+    tenants.settle(one, first, 10)
+    third = tenants.reserve(one, 50)
+    for reserved in (second, third):
+        tenants.settle(one, reserved, reserved)
+    with pytest.raises(Problem, match="0 are left"):
+        tenants.reserve(one, 1)
+
+
+def test_a_request_over_the_minutes_tokens_runs_alone_and_is_paid_for_afterwards():
+    now = 1000.0
+    tenants = Tenants((), None, 100, clock=lambda: now)
+    anyone = tenants.of(None, None)
+    tenants.settle(anyone, tenants.reserve(anyone, 5000), 250)
     with pytest.raises(Problem, match="over 100 tokens per minute") as caught:
-        tenants.admit(two)
+        tenants.reserve(anyone, 1)
     assert 60 < int(caught.value.headers["Retry-After"]) <= 120
     now += 120.0
-    tenants.admit(two)
+    tenants.reserve(anyone, 5000)
 
 
 def test_rates_over_http(llm):
@@ -295,6 +323,26 @@ def test_rates_over_http(llm):
     with serving(llm, tokens_per_minute=20) as server:
         assert server.complete(prompt="x" * 30, max_tokens=10).status_code == 200
         error_of(server.complete(prompt="x", max_tokens=1), 429)
+        assert server.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+
+
+def test_the_rate_of_tokens_holds_for_requests_at_once(llm):
+    ask = {"prompt": "x" * 11, "max_tokens": 50, "ignore_eos": True}
+    with serving(llm, tokens_per_minute=100) as server:
+        held = server.open_socket()
+        held.sendall(server.post("/v1/completions", json.dumps({**ask, "stream": True}).encode()))
+        assert held.recv(10) == b"HTTP/1.1 2"
+        with ThreadPoolExecutor(10) as pool:
+            got = list(pool.map(lambda _: server.complete(**ask).status_code, range(10)))
+        held.close()
+        assert got.count(200) <= 1  # after the first was over, with what that has left
+        assert set(got) <= {200, 429}
+
+
+def test_what_an_answer_did_not_take_is_given_back(llm):
+    with serving(llm, tokens_per_minute=3000) as server:
+        for _ in range(3):  # each may fill the context of 2,048
+            assert server.chat(stop=["a", "e"], temperature=1).status_code == 200
 
 
 def test_a_server_on_its_way_out_refuses(llm):
@@ -320,6 +368,6 @@ def test_a_body_over_the_limit(llm, chunked):
 def test_a_body_that_does_not_come(llm):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n"
     with serving(llm, body_timeout_s=0.3) as server:
-        status, body = server.answer(head + b"{")
-        assert status == 408
-        assert b"0.3 s" in body
+        got = server.raw(head + b"{")  # until the server closes
+        assert got.startswith(b"HTTP/1.1 408 ")
+        assert b"0.3 s" in got

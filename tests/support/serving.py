@@ -111,7 +111,7 @@ def serving(llm: LLM, *, send_bytes: int | None = None, **settings: Any) -> Iter
     send_bytes: of the kernel's buffer of a connection.
     """
     config = ServerConfig(names=(NAME, "alias"), port=0, **settings)
-    at = run.listen(config)
+    at = run.bind(config)
     if send_bytes is not None:
         at.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)
     port = at.getsockname()[1]
@@ -120,7 +120,8 @@ def serving(llm: LLM, *, send_bytes: int | None = None, **settings: Any) -> Iter
     async def main() -> None:
         app = make_app(llm, config)
         server = run.make_server(app, config)
-        ready.put((app.state.service, server, asyncio.get_running_loop()))
+        found = (app.state.service, server, asyncio.get_running_loop())
+        server.on_started = lambda: ready.put(found)
         await server.serve(sockets=[at])
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)

@@ -91,6 +91,14 @@ class _Chat:
     def streams(self) -> bool:
         return bool(self.asked.stream)
 
+    @property
+    def model(self) -> str:
+        return self.served.name_of(self.asked.model)
+
+    def finish_reason(self, index: int) -> str:
+        """See `Exchange`."""
+        return self.turn.finish_reason(index)
+
     def take(self, index: int, piece: str, out: TokenOut) -> None:
         """See `Exchange`."""
         self.turn.feed(index, piece, last=out.last)
@@ -117,7 +125,7 @@ class _Chat:
         return ChatReply(
             id=self.id,
             created=self.created,
-            model=self.served.name,
+            model=self.model,
             choices=choices,
             usage=await self._usage(),
         )
@@ -172,7 +180,7 @@ class _Chat:
         return ChatLogprobs([openai.token_logprob(tokenizer, one) for one in found])
 
     def _chunk(self, choices: list[ChatDelta]) -> ChatChunk:
-        chunk = ChatChunk(id=self.id, created=self.created, model=self.served.name, choices=choices)
+        chunk = ChatChunk(id=self.id, created=self.created, model=self.model, choices=choices)
         if self.include_usage:
             chunk.usage = None  # in all but the last
         return chunk

@@ -109,6 +109,14 @@ class _Texts:
     def streams(self) -> bool:
         return bool(self.asked.stream)
 
+    @property
+    def model(self) -> str:
+        return self.served.name_of(self.asked.model)
+
+    def finish_reason(self, index: int) -> str:
+        """See `Exchange`."""
+        return self.delivery.answers[index].finish_reason
+
     def take(self, index: int, piece: str, out: TokenOut) -> None:
         """See `Exchange`."""
         self.prompt_logprobs.setdefault(index, []).extend(out.prompt_logprobs)
@@ -171,7 +179,7 @@ class _Texts:
         yield DONE
 
     def _reply(self, choices: list[TextChoice], usage: UsageReply | None = None) -> TextReply:
-        reply = TextReply(id=self.id, created=self.created, model=self.served.name, choices=choices)
+        reply = TextReply(id=self.id, created=self.created, model=self.model, choices=choices)
         if usage is not None or self.include_usage:
             reply.usage = usage
         return reply

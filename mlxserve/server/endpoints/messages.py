@@ -127,6 +127,14 @@ class _Message:
     def streams(self) -> bool:
         return bool(self.asked.stream)
 
+    @property
+    def model(self) -> str:
+        return self.served.name_of(self.asked.model)
+
+    def finish_reason(self, index: int) -> str:
+        """See `Exchange`."""
+        return self.turn.finish_reason(index)
+
     def take(self, index: int, piece: str, out: TokenOut) -> None:
         """See `Exchange`."""
         self.turn.feed(index, piece, last=out.last)
@@ -150,7 +158,7 @@ class _Message:
     ) -> MessageReply:
         return MessageReply(
             id=self.id,
-            model=self.served.name,
+            model=self.model,
             content=blocks,
             stop_reason=reason,
             stop_sequence=sequence,
