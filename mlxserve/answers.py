@@ -77,11 +77,6 @@ class Answer:
         )
 
     @property
-    def stop_string(self) -> str | None:
-        """The stop string that ended it, if one did."""
-        return self.text.stop_string
-
-    @property
     def mean_logprob(self) -> float:
         """Of its tokens, which must have been asked for."""
         return fmean(token.logprob for token in self.logprobs)

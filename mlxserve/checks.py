@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from mlxserve.errors import RequestError
+from mlxserve.report import show
 
 T = TypeVar("T")
 
@@ -20,7 +21,7 @@ def checked_number(
     """
     param = param or name
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise RequestError(f"{name} is {value!r}; it must be a number", param=param)
+        raise RequestError(f"{name} is {show(value)}; it must be a number", param=param)
     try:
         number = float(value)
     except OverflowError:
@@ -38,11 +39,11 @@ def checked_integer(
     """A whole number of Python's or NumPy's, as an int; as `checked_number`."""
     param = param or name
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise RequestError(f"{name} is {value!r}; it must be a whole number", param=param)
+        raise RequestError(f"{name} is {show(value)}; it must be a whole number", param=param)
     number = int(value)
     if number < low or (high is not None and number > high):
         bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise RequestError(f"{name} is {number}; it must be {bounds}", param=param)
+        raise RequestError(f"{name} is {show(number)}; it must be {bounds}", param=param)
     return number
 
 
@@ -51,7 +52,7 @@ def checked_tuple(name: str, value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple | set | frozenset):
-        raise RequestError(f"{name} is {value!r}; it must be a list", param=name)
+        raise RequestError(f"{name} is {show(value)}; it must be a list", param=name)
     return tuple(value)
 
 

@@ -8,7 +8,8 @@ class MlxserveError(Exception):
 class RequestError(MlxserveError, ValueError):
     """The request is wrong (a 4xx in HTTP): bad sampling values, an empty or too long prompt.
 
-    param: the parameter that is wrong, where it is one.
+    param: where the wrong value stands, such as "top_k" or "messages[0].role"; None: not in one
+    place.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:

@@ -23,6 +23,7 @@ from mlxserve.errors import ModelError, RequestError
 from mlxserve.kernels import matmul
 from mlxserve.memory import check_weights, device_limit_bytes
 from mlxserve.models.load import load_model
+from mlxserve.report import show_json
 from mlxserve.sources import fingerprint
 from mlxserve.sources.checkpoint import Checkpoint, open_checkpoint
 from mlxserve.sources.gguf_quant import Q6K
@@ -123,6 +124,12 @@ class LLM:
         any work starts.
         """
         params = from_names(SamplingParams, "sampling parameter", sampling)
+        if params.drawn > 1 and params.temperature == 0.0:
+            raise RequestError(
+                f"{params.samples_asked}, and with temperature 0 all answers would be equal; set "
+                "temperature, or ask for one",
+                param="temperature",
+            )
         batch = _as_batch(prompt)
         drawn = self._answers([prompt] if batch is None else batch, params)
         for _ in self._run(list(itertools.chain(*drawn))):
@@ -341,7 +348,10 @@ class LLM:
             return self.tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise RequestError(f"{token!r} among token ids; they must be whole numbers")
+                raise RequestError(
+                    f"{show_json(token)} among token ids; they must be whole numbers",
+                    param="prompt",
+                )
         return [int(token) for token in prompt]  # type: ignore[arg-type]
 
     def _answers(self, prompts: list[Any], params: SamplingParams) -> list[list[Answer]]:

@@ -1,5 +1,6 @@
 """How errors are worded: one line, the file, what is wrong, the fix; and sizes for people."""
 
+import json
 from pathlib import Path
 
 from mlxserve.errors import DamagedError, ModelError
@@ -9,6 +10,20 @@ def show(value: object, limit: int = 60) -> str:
     """A value out of a file as one short, printable line."""
     text = ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def show_json(value: object, limit: int = 100) -> str:
+    """A value that came as JSON, as JSON on one short line, since its sender knows no other."""
+    try:
+        text = json.dumps(value, ensure_ascii=True)
+    except (TypeError, ValueError, RecursionError):
+        text = ascii(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def clip(where: str, limit: int = 100) -> str:
+    """A path into a value: as deep as it may be, a message still has room for what is wrong."""
+    return where if len(where) <= limit else where[: limit - 3] + "..."
 
 
 def one_line(error: Exception) -> str:

@@ -1,6 +1,5 @@
 """What crosses between the parts: requests in, tokens out, and the plan of a step."""
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,9 +21,12 @@ OnProgress = Callable[[str, int, int | None], None]
 
 MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024  # of one stop string
+MAX_STOP_IDS = 256
 MAX_SAMPLES = 128
 MAX_PRIORITY = 100
 MAX_PIN_S = 86_400.0
+MAX_TTFT_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,12 +46,13 @@ class SamplingParams:
         output.
     logit_bias: token id -> value added to its logit.
     seed: the same seed gives the same tokens, alone or in any batch; None draws a fresh one.
-    stop: strings that end the answer and are not part of it; stop_token_ids: ids that do.
+    stop: strings that end the answer and are not part of it, up to 16 of 1,024 characters;
+        stop_token_ids: ids that do, up to 256.
     ignore_eos: go on past the model's own end-of-sequence ids.
     logprobs: report each token's log-probability under the model itself (before temperature,
         penalties and filters); top_logprobs adds the likeliest alternatives.
     n: answers to each prompt. Answer i is drawn with seed + i (modulo 2**64), and whole pages (64
-        tokens) of the prompt are computed once for all of them.
+        tokens) of the prompt are computed once for all of them. With temperature 0 all are equal.
     grammar: the form that the answer must have; see `Grammar`. Each token is drawn among those that
         keep to it, and the end id where it is complete.
     best_of: draw so many answers and return the n whose tokens are likeliest under the model, by
@@ -88,11 +91,11 @@ class SamplingParams:
         for name in ("ignore_eos", "logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(
-                    f"{name} is {getattr(self, name)!r}; it must be True or False", param=name
+                    f"{name} is {show(getattr(self, name))}; it must be True or False", param=name
                 )
         if self.top_p == 0.0:
             raise RequestError(
-                "top_p is 0, which keeps no token; use temperature=0 for greedy", param="top_p"
+                "top_p is 0, which keeps no token; use temperature 0 for greedy", param="top_p"
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
@@ -101,7 +104,11 @@ class SamplingParams:
             )
         if self.top_logprobs:
             self._set("logprobs", True)
-        self._check_samples()
+        if self.best_of is not None and self.best_of < self.n:
+            raise RequestError(
+                f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n",
+                param="best_of",
+            )
         self._check_grammar()
         self._set_stops()
         self._set_logit_bias()
@@ -109,30 +116,18 @@ class SamplingParams:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen once it is made
 
-    def _check_samples(self) -> None:
-        if self.best_of is not None and self.best_of < self.n:
-            raise RequestError(
-                f"best_of is {self.best_of} and n is {self.n}; best_of must be at least n",
-                param="best_of",
-            )
-        if self.drawn > 1 and self.temperature == 0.0:
-            raise RequestError(
-                f"{self._samples_asked}, and with temperature 0 all answers would be equal; set "
-                "temperature, or ask for one",
-                param="temperature",
-            )
-
     def _check_grammar(self) -> None:
         if self.grammar is None:
             return
         if not isinstance(self.grammar, Grammar):
             raise RequestError(
-                f"grammar is {show(self.grammar)}; make one, such as Grammar.json_schema(...)"
+                f"grammar is {show(self.grammar)}; make one, such as Grammar.json_schema(...)",
+                param="grammar",
             )
         for name in ("ignore_eos", "min_tokens"):
-            if value := getattr(self, name):
+            if getattr(self, name):
                 raise RequestError(
-                    f"{name} is {value}, and a grammar alone says where the answer ends; drop one",
+                    f"{name} is set, and a grammar alone says where the answer ends; drop one",
                     param=name,
                 )
 
@@ -144,24 +139,39 @@ class SamplingParams:
             )
         for text in stop:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"stop string {text!r} must be a non-empty string", param="stop")
+                raise RequestError(
+                    f"stop string {show(text)} must be a non-empty string", param="stop"
+                )
+            if len(text) > MAX_STOP_CHARS:
+                raise RequestError(
+                    f"a stop string has {len(text)} characters; use at most {MAX_STOP_CHARS}",
+                    param="stop",
+                )
         self._set("stop", stop)
-        name = "stop_token_ids"
-        ids = checked_tuple(name, self.stop_token_ids)
-        self._set(name, tuple(checked_integer("a stop token id", i, 0, param=name) for i in ids))
+        given = checked_tuple("stop_token_ids", self.stop_token_ids)
+        ids = tuple(
+            dict.fromkeys(
+                checked_integer("a stop token id", token, 0, param="stop_token_ids")
+                for token in given
+            )
+        )
+        if len(ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"{len(ids)} stop_token_ids; at most {MAX_STOP_IDS} work", param="stop_token_ids"
+            )
+        self._set("stop_token_ids", ids)
 
     def _set_logit_bias(self) -> None:
         biases = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(biases, Mapping):
             raise RequestError(
-                f"logit_bias is {biases!r}; it must map token ids to numbers", param="logit_bias"
+                f"logit_bias is {show(biases)}; it must map token ids to numbers",
+                param="logit_bias",
             )
-        checked = {
-            checked_integer("a logit_bias token id", token, 0, param="logit_bias"): checked_number(
-                f"logit_bias[{token}]", bias, -1e9, 1e9, param="logit_bias"
-            )
-            for token, bias in biases.items()
-        }
+        checked = {}
+        for given, bias in biases.items():
+            token = checked_integer("a logit_bias token id", given, 0, param="logit_bias")
+            checked[token] = checked_number(f"logit_bias[{show(token)}]", bias, -1e9, 1e9)
         self._set("logit_bias", checked)
 
     @property
@@ -170,14 +180,15 @@ class SamplingParams:
         return self.best_of or self.n
 
     @property
-    def _samples_asked(self) -> str:
+    def samples_asked(self) -> str:
+        """What asks for several answers, in the caller's words."""
         return f"n is {self.n}" if self.best_of is None else f"best_of is {self.best_of}"
 
     def check_single(self, what: str) -> None:
         """Raise RequestError, for `what` takes no more, if several answers are drawn."""
         if self.drawn > 1:
             raise RequestError(
-                f"{self._samples_asked}, and {what} takes one answer; use generate for several"
+                f"{self.samples_asked}, and {what} takes one answer; use generate for several"
             )
 
     def sample(self, index: int) -> "SamplingParams":
@@ -279,12 +290,15 @@ class Request:
             object.__setattr__(self, "prompt_logprobs", top)
         for name in ("tenant", "cache_salt", "adapter"):
             if not isinstance(getattr(self, name), str):
-                raise RequestError(f"{name} is {getattr(self, name)!r}; it must be a string")
+                raise RequestError(
+                    f"{name} is {show(getattr(self, name))}; it must be a string", param=name
+                )
         if self.ttft_budget_s is not None:
-            budget = checked_number("ttft_budget_s", self.ttft_budget_s, 0.0, sys.float_info.max)
+            budget = checked_number("ttft_budget_s", self.ttft_budget_s, 0.0, MAX_TTFT_S)
             if budget == 0.0:
                 raise RequestError(
-                    "ttft_budget_s is 0, in which no token comes; use None for ever",
+                    "ttft_budget_s is 0, in which no token comes; leave it out to wait as long as "
+                    "it takes",
                     param="ttft_budget_s",
                 )
             object.__setattr__(self, "ttft_budget_s", budget)
@@ -309,21 +323,22 @@ class Request:
     def validate(self, *, vocab_size: int, context_tokens: int) -> None:
         """Check what only the model can know. Raises RequestError."""
         if not self.prompt_ids:
-            raise RequestError("the prompt is empty; give at least one token")
+            raise RequestError("the prompt is empty; give at least one token", param="prompt")
         n = len(self.prompt_ids)
         room = context_tokens + self.unread if self.score else context_tokens - 1
         if n > room:
             raise ContextError.of(n, room)
+        stop_ids = self.stop_ids.union(self.params.stop_token_ids)
         named = (
             ("prompt token id", "prompt", self.prompt_ids),
             ("logit_bias token id", "logit_bias", self.params.logit_bias),
-            ("stop token id", "stop_token_ids", self.stop_ids.union(self.params.stop_token_ids)),
+            ("stop token id", "stop_token_ids", stop_ids),
         )
         for name, param, ids in named:
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise RequestError(
-                        f"{name} {token} is out of range; this model's ids are 0 to "
+                        f"{name} {show(token)} is out of range; this model's ids are 0 to "
                         f"{vocab_size - 1}",
                         param=param,
                     )

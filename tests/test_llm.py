@@ -183,6 +183,12 @@ def test_the_context_bounds_prompt_and_answer(llm):
         mlxserve.generate(llm, [1] * context)
 
 
+@pytest.mark.parametrize("asked", [{"n": 2}, {"best_of": 2}])
+def test_answers_that_would_be_equal_are_not_drawn(llm, asked):
+    with pytest.raises(RequestError, match="is 2, and with temperature 0 all answers would be"):
+        mlxserve.generate(llm, "x", max_tokens=1, **asked)
+
+
 @pytest.mark.parametrize(
     ("prompt", "sampling", "message"),
     [
@@ -190,7 +196,7 @@ def test_the_context_bounds_prompt_and_answer(llm):
         ([], {}, "the prompt is empty"),
         ([""], {}, "the prompt is empty"),
         (["fine", ""], {}, "the prompt is empty"),
-        ([1, "a"], {}, "'a' among token ids"),
+        ([1, "a"], {}, '"a" among token ids'),
         ([1, 2.5], {}, "2.5 among token ids"),
         ([260], {}, "prompt token id 260 is out of range; .* 0 to 259"),
         ([-1], {}, "prompt token id -1"),

@@ -50,8 +50,8 @@ from mlxserve.types import Request, SamplingParams
         ({"n": None}, "n is None; it must be a whole number"),
         ({"best_of": 1.5}, "best_of is 1.5; it must be a whole number"),
         ({"n": 3, "best_of": 2, "temperature": 1}, "best_of is 2 and n is 3; .* at least n"),
-        ({"n": 2}, "n is 2, and with temperature 0 all answers would be equal; set temperature"),
-        ({"best_of": 2}, "best_of is 2, and with temperature 0 all answers"),
+        ({"stop": "x" * 1025}, "a stop string has 1025 characters; use at most 1024"),
+        ({"stop_token_ids": [*range(257)]}, "257 stop_token_ids; at most 256"),
     ],
 )
 def test_bad_sampling_values_are_named(params, message):
@@ -158,7 +158,7 @@ def test_a_text_may_be_longer_than_the_context_by_a_token_that_is_only_predicted
         ({"prompt_logprobs": 21}, "prompt_logprobs is 21; it must be between 0 and 20"),
         ({"prompt_logprobs": True}, "prompt_logprobs is True; it must be a whole number"),
         ({"prompt_logprobs": 1.0}, "prompt_logprobs is 1.0; it must be a whole number"),
-        ({"ttft_budget_s": 0}, "ttft_budget_s is 0, in which no token comes; use None"),
+        ({"ttft_budget_s": 0}, "ttft_budget_s is 0, in which no token comes; leave it out"),
         ({"ttft_budget_s": -1.5}, "ttft_budget_s is -1.5"),
         ({"ttft_budget_s": math.nan}, "ttft_budget_s is nan"),
         ({"ttft_budget_s": math.inf}, "ttft_budget_s is inf"),

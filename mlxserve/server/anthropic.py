@@ -8,23 +8,15 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from mlxserve.errors import RequestError
+from mlxserve.grammar import Grammar
+from mlxserve.report import show_json
+from mlxserve.server.body import Dialect
 from mlxserve.server.problems import Problem
-from mlxserve.server.service import Dialect
+from mlxserve.server.schema import Effort
 
 PIN_S = {None: 300.0, "5m": 300.0, "1h": 3600.0}
 """Seconds that cache_control keeps a prompt, by its ttl."""
-
-DIALECT = Dialect(
-    refused={
-        "container": "this server runs no code; leave it out",
-        "context_management": "this server edits no context; leave it out",
-        "mcp_servers": "this server calls no tools itself; leave it out",
-    },
-    harmless={
-        "mcp_servers": ([],),
-        "service_tier": ("auto", "standard_only"),
-    },
-)
 
 
 class Thinking(Struct, kw_only=True):
@@ -32,6 +24,13 @@ class Thinking(Struct, kw_only=True):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
+
+
+class OutputConfig(Struct, kw_only=True):
+    """effort: how much to think, for templates that know it. format: the form of the answer."""
+
+    effort: Effort | None = None
+    format: dict[str, Any] | None = None
 
 
 class ToolChoice(Struct, kw_only=True):
@@ -54,7 +53,7 @@ class Tool(Struct, kw_only=True):
 
 
 class CountRequest(Struct, kw_only=True):
-    """POST /v1/messages/count_tokens."""
+    """POST /v1/messages/count_tokens. output_format: the older name of output_config.format."""
 
     model: str
     messages: list[dict[str, Any]]
@@ -62,6 +61,8 @@ class CountRequest(Struct, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
 
 
 class MessagesRequest(CountRequest, kw_only=True):
@@ -75,6 +76,57 @@ class MessagesRequest(CountRequest, kw_only=True):
     top_p: float | None = None
     metadata: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
+
+
+_TEXT = {"type", "text", "cache_control"}
+_FORM = {"type", "schema"}
+_PIN = {"type", "ttl"}
+_NO_CITATIONS = "nothing is cited here; leave it out"
+
+DIALECT = Dialect(
+    known={
+        "cache_control": _PIN,
+        "system[]": _TEXT,
+        "system[].cache_control": _PIN,
+        "messages[]": {"role", "content"},
+        "messages[].content[]": _TEXT
+        | {"thinking", "signature", "data"}
+        | {"id", "name", "input"}
+        | {"tool_use_id", "content", "is_error"},
+        "messages[].content[].cache_control": _PIN,
+        "messages[].content[].content[]": _TEXT,
+        "messages[].content[].content[].cache_control": _PIN,
+        "tools[]": Tool.__struct_fields__,
+        "tools[].cache_control": _PIN,
+        "tool_choice": ToolChoice.__struct_fields__,
+        "thinking": Thinking.__struct_fields__,
+        "output_config": OutputConfig.__struct_fields__,
+        "output_config.format": _FORM,
+        "output_format": _FORM,
+    },
+    refused={
+        "container": "this server runs no code; leave it out",
+        "context_management": "this server edits no context; leave it out",
+        "mcp_servers": "this server calls no tools itself; leave it out",
+        "messages[].content[].citations": _NO_CITATIONS,
+        "messages[].content[].content[].citations": _NO_CITATIONS,
+        "service_tier": "there is one tier; leave it out",
+        "system[].citations": _NO_CITATIONS,
+        "tools[].defer_loading": "the model is told of all tools at once; leave it out",
+        "tools[].input_examples": "templates don't show them; put them into the description",
+    },
+    harmless={
+        "mcp_servers": ([],),
+        "messages[].content[].citations": ([], {"enabled": False}),
+        "messages[].content[].content[].citations": ([], {"enabled": False}),
+        "service_tier": ("auto", "standard_only"),
+        "system[].citations": ([], {"enabled": False}),
+        "tools[].allowed_callers": (["direct"],),
+        "tools[].defer_loading": (False,),
+        "tools[].eager_input_streaming": (False,),
+        "tools[].input_examples": ([],),
+    },
+)
 
 
 def to_chat(asked: CountRequest) -> list[dict[str, Any]]:
@@ -95,7 +147,8 @@ def tools_of(asked: CountRequest) -> list[dict[str, Any]]:
         if tool.type not in (None, "custom") or tool.input_schema is None:
             raise Problem(
                 400,
-                f"tools[{i}] is of type {tool.type!r}; give your own, with an input_schema",
+                f"tools[{i}] is of type {show_json(tool.type)}; give your own, with an "
+                "input_schema",
                 param=f"tools[{i}]",
             )
         function = {"name": tool.name, "parameters": tool.input_schema}
@@ -118,48 +171,87 @@ def choice_of(choice: ToolChoice | None) -> Any:
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
 
 
+def answer_grammar(asked: CountRequest) -> Grammar | None:
+    """The form that the answer is to have. Raises RequestError, Problem."""
+    given = {
+        "output_config.format": asked.output_config and asked.output_config.format,
+        "output_format": asked.output_format,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    if len(given) > 1:
+        raise Problem(400, f"{' and '.join(given)} are one thing; give one", param="output_format")
+    for name, value in given.items():
+        if value.get("type") != "json_schema" or not isinstance(value.get("schema"), dict):
+            raise Problem(
+                400,
+                f"{name} is {show_json(value)}; it must be of type json_schema, with a schema",
+                param=name,
+            )
+        try:
+            return Grammar.json_schema(value["schema"])
+        except RequestError as error:
+            raise RequestError(str(error), param=name) from None
+    return None
+
+
 def pin_s(asked: CountRequest) -> float | None:
     """How long the prompt is to be kept, by the longest of its cache_controls. Raises Problem."""
-    controls = [getattr(asked, "cache_control", None)]
-    blocks = [] if isinstance(asked.system, str | None) else list(asked.system)
-    for message in asked.messages:
-        if isinstance(content := message.get("content"), list):
-            blocks += [block for block in content if isinstance(block, dict)]
-    controls += [block.get("cache_control") for block in blocks]
-    controls += [tool.cache_control for tool in asked.tools or ()]
+    controls = {"cache_control": getattr(asked, "cache_control", None)}
+    controls |= _controls("system", asked.system)
+    for i, message in enumerate(asked.messages):
+        controls |= _controls(f"messages[{i}].content", message.get("content"))
+    for i, tool in enumerate(asked.tools or ()):
+        controls[f"tools[{i}].cache_control"] = tool.cache_control
     wanted = []
-    for control in controls:
+    for where, control in controls.items():
         if control is None:
             continue
         ttl = control.get("ttl") if isinstance(control, dict) else control
-        if not isinstance(control, dict) or control.get("type") != "ephemeral" or ttl not in PIN_S:
+        kind = control.get("type") if isinstance(control, dict) else control
+        if kind != "ephemeral" or not isinstance(ttl, str | None) or ttl not in PIN_S:
             raise Problem(
-                400, "a cache_control must be of type ephemeral, with a ttl of 5m or 1h",
-                param="cache_control",
-            )  # fmt: skip
+                400,
+                f"{where} is {show_json(control)}; it must be of type ephemeral, with a ttl of 5m "
+                "or 1h",
+                param=where,
+            )
         wanted.append(PIN_S[ttl])
     return max(wanted, default=None)
+
+
+def _controls(where: str, content: Any) -> dict[str, Any]:
+    """The cache_controls of blocks, and of those in them, such as a tool's result, by place."""
+    found: dict[str, Any] = {}
+    for i, block in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(block, dict):
+            found[f"{where}[{i}].cache_control"] = block.get("cache_control")
+            if block.get("type") == "tool_result":
+                found |= _controls(f"{where}[{i}].content", block.get("content"))
+    return found
 
 
 def _blocks(where: str, content: Any) -> list[dict[str, Any]]:
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise Problem(400, f"{where} must be a string or a list of blocks", param=where)
+        raise Problem(
+            400,
+            f"{where} is {show_json(content)}; it must be a string or a list of blocks",
+            param=where,
+        )
     return content
 
 
 def _texts(blocks: list[dict[str, Any]], where: str) -> list[str]:
-    texts = []
-    for i, block in enumerate(blocks):
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            raise Problem(
-                400,
-                f"{where}[{i}] is of type {block.get('type')!r}; only text can be read here",
-                param=f"{where}[{i}]",
-            )
-        texts.append(block["text"])
-    return texts
+    return [_text_of(block, f"{where}[{i}]") for i, block in enumerate(blocks)]
+
+
+def _text_of(block: dict[str, Any], where: str) -> str:
+    """The text of a block that can be nothing else."""
+    if block.get("type") != "text":
+        kind = show_json(block.get("type"))
+        raise Problem(400, f"{where} is of type {kind}; only text can be read here", param=where)
+    return _text(block, "text", where)
 
 
 def _message(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -170,7 +262,9 @@ def _message(where: str, message: dict[str, Any]) -> list[dict[str, Any]]:
     if role == "assistant":
         return [_assistant(where, blocks)]
     raise Problem(
-        400, f"{where} has role {role!r}; it must be user or assistant", param=f"{where}.role"
+        400,
+        f"{where}.role is {show_json(role)}; it must be user or assistant",
+        param=f"{where}.role",
     )
 
 
@@ -181,9 +275,10 @@ def _user(where: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for i, block in enumerate(blocks):
         at = f"{where}.content[{i}]"
         if block.get("type") != "tool_result":
-            said += _texts([block], at)
+            said.append(_text_of(block, at))
             continue
-        content = "\n".join(_texts(_blocks(at, block.get("content", "")), at))
+        inside = f"{at}.content"
+        content = "\n".join(_texts(_blocks(inside, block.get("content") or ""), inside))
         if block.get("is_error"):
             content = f"Error: {content}"
         result = {"role": "tool", "content": content}
@@ -210,7 +305,7 @@ def _assistant(where: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
                 call = {"id": _text(block, "id", at), "type": "function", "function": function}
                 calls.append(call)
             case _:
-                said += _texts([block], at)
+                said.append(_text_of(block, at))
     message: dict[str, Any] = {"role": "assistant", "content": "\n\n".join(said)}
     if thought:
         message["reasoning_content"] = "\n".join(thought)
@@ -221,7 +316,11 @@ def _assistant(where: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _text(block: dict[str, Any], name: str, where: str) -> str:
     if not isinstance(value := block.get(name), str):
-        raise Problem(400, f"{where}.{name} is {value!r}; it must be a string", param=where)
+        raise Problem(
+            400,
+            f"{where}.{name} is {show_json(value)}; it must be a string",
+            param=f"{where}.{name}",
+        )
     return value
 
 

@@ -109,6 +109,12 @@ class Delivery:
         for answer in self.answers:
             self._mailbox.forget(answer.request.id)
 
+    def stop(self, index: int) -> None:
+        """One answer is complete as it stands: what was drawn since is none of it."""
+        answer = self.answers[index]
+        answer.stopped, answer.finish_reason = True, "stop"
+        self._llm.abort([answer])
+
     def take_in(self, out: TokenOut, now_s: float) -> None:
         """Something came. now_s: of `time.perf_counter`."""
         if out.token_id is not None:

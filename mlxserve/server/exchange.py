@@ -11,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from mlxserve.server.body import ignored_header
 from mlxserve.server.delivery import Delivery
 from mlxserve.server.journal import Entry
 from mlxserve.server.problems import AnthropicErrorReply, Problem, error_form
-from mlxserve.server.service import Service, ignored_header, read, reply, service
+from mlxserve.server.service import Service, read, reply, service
 from mlxserve.types import TokenOut
 
 DONE = b"data: [DONE]\n\n"
@@ -46,7 +47,7 @@ class Exchange(Protocol):
         """Take in what is new of an answer that will be told as a whole."""
         ...
 
-    async def reply(self) -> msgspec.Struct:
+    def reply(self) -> msgspec.Struct:
         """All of it, once it has ended."""
         ...
 
@@ -68,11 +69,11 @@ async def answer(request: Request, prepare: Prepare) -> Response:
     assert entry.tenant is not None
     data, tenant = await read(request), entry.tenant.name
     exchange, ignored = await served.prepare(lambda: prepare(served, data, tenant))
+    head = ignored_header(ignored, strict=served.config.strict)
     entry.exchange, delivery = exchange, exchange.delivery
     most = entry.most_tokens(served.llm.context_tokens)
     entry.reserved = served.tenants.reserve(entry.tenant, most)
     await served.prepare(delivery.start)  # which may have to look at a grammar
-    head = ignored_header(ignored)
     if exchange.streams:
         await delivery.begun()
         return EventStream(delivery, exchange.events(), head, request.scope)
@@ -84,7 +85,7 @@ async def answer(request: Request, prepare: Prepare) -> Response:
     finally:
         gone.cancel()
         delivery.close()
-    return reply(await exchange.reply(), head)
+    return reply(exchange.reply(), head)
 
 
 async def _watch(receive: Receive, delivery: Delivery) -> None:

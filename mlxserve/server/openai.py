@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from mlxserve.answers import Answer
 from mlxserve.config import ServerConfig
+from mlxserve.errors import RequestError
 from mlxserve.grammar import Grammar
+from mlxserve.report import show_json
+from mlxserve.server.body import Dialect
 from mlxserve.server.problems import Problem
 from mlxserve.server.schema import (
     ChatRequest,
@@ -16,35 +18,74 @@ from mlxserve.server.schema import (
     CompletionRequest,
     PromptDetails,
     Sampling,
+    StreamOptions,
     TokenLogprob,
     TopToken,
     UsageReply,
 )
-from mlxserve.server.service import Dialect
 from mlxserve.text.tokenizer import Tokenizer
 from mlxserve.types import Logprob, SamplingParams
 
 DIALECT = Dialect(
+    known={
+        "stream_options": StreamOptions.__struct_fields__,
+        "messages[]": {
+            *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"),
+        },
+        "messages[].content[]": {"type", "text"},
+        "messages[].tool_calls[]": {"id", "type", "function", "index"},
+        "messages[].tool_calls[].function": {"name", "arguments"},
+        "tools[]": {"type", "function"},
+        "tools[].function": {"name", "description", "parameters", "strict"},
+        "tool_choice": {"type", "function"},
+        "tool_choice.function": {"name"},
+        "response_format": {"type", "json_schema"},
+        "response_format.json_schema": {"name", "description", "schema", "strict"},
+    },
+    rendered="messages[]",
     refused={
         "audio": "this server makes no sound; leave it out",
+        "best_of": "it belongs to /v1/completions; use n",
+        "ebnf": "it is called grammar here, and is Lark",
+        "echo": "it belongs to /v1/completions; leave it out",
+        "enable_thinking": "it goes into chat_template_kwargs",
+        "extra_body": "its fields stand beside the others; your client should put them there",
         "function_call": "it is replaced by tool_choice",
         "functions": "it is replaced by tools",
+        "guided_choice": "it is called choice here",
+        "guided_grammar": "it is called grammar here, and is Lark",
+        "guided_json": "it is response_format here, with json_schema.schema",
+        "guided_regex": "it is called regex here",
+        "json_schema": "it is response_format here, with json_schema.schema",
+        "messages[].audio": "this server makes no sound; leave it out",
+        "messages[].function_call": "it is replaced by tool_calls",
         "modalities": "this server answers in text; leave it out",
         "prediction": "predicted outputs aren't supported; leave it out",
+        "reasoning": "it is called reasoning_effort here",
+        "response_format.schema": "a schema goes with type json_schema, as json_schema.schema",
+        "service_tier": "there is one tier; leave it out",
         "store": "nothing is stored; leave it out",
+        "stream_options.include_obfuscation": "streams aren't padded; leave it out",
+        "structured_outputs": "they are response_format, regex, choice and grammar here",
         "suffix": "text can't be inserted; leave it out",
         "verbosity": "no model here knows it; leave it out",
         "web_search_options": "this server has no access to the web; leave it out",
     },
     harmless={
-        "modalities": (["text"],),
-        "store": (False,),
+        "best_of": (1,),
+        "echo": (False,),
         "function_call": ("none",),
+        "messages[].annotations": ([],),
+        "modalities": (["text"],),
         "service_tier": ("auto", "default"),
+        "store": (False,),
+        "stream_options.include_obfuscation": (False,),
     },
 )
 
 MAX_SALT_CHARS = 256
+MAX_LOGIT_BIASES = 300  # OpenAI's; each is put into the logits at every step
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 DEFAULTS = {"temperature": 1.0, "max_tokens": None}
 """OpenAI's, where they differ from those of SamplingParams."""
@@ -72,19 +113,30 @@ def sampling_params(asked: Sampling, config: ServerConfig, **more: Any) -> Sampl
     values = {**DEFAULTS, **config.sampling}
     values |= {name: value for name in _SAMPLING if (value := getattr(asked, name)) is not None}
     if asked.logit_bias is not None:
-        values["logit_bias"] = {_token(name): bias for name, bias in asked.logit_bias.items()}
+        values["logit_bias"] = _logit_bias(asked.logit_bias)
+    if -(2**63) <= (values.get("seed") or 0) < 0:  # OpenAI's are signed
+        values["seed"] %= 2**64
     return SamplingParams(**{**values, **more})
 
 
 def answer_grammar(asked: ChatRequest | CompletionRequest) -> Grammar | None:
     """The form that the answer is to have. Raises RequestError, Problem."""
     forms = {
-        "response_format": asked.response_format and _response_format(asked.response_format),
-        "regex": asked.regex is not None and Grammar.regex(asked.regex),
-        "choice": asked.choice is not None and Grammar.choice(asked.choice),
-        "grammar": asked.grammar is not None and Grammar.lark(asked.grammar),
+        "response_format": _response_format,
+        "regex": Grammar.regex,
+        "choice": Grammar.choice,
+        "grammar": Grammar.lark,
     }
-    given = {name: grammar for name, grammar in forms.items() if grammar}
+    given = {}
+    for name, make in forms.items():
+        if (value := getattr(asked, name)) is None:
+            continue
+        try:
+            grammar = make(value)
+        except RequestError as error:
+            raise RequestError(str(error), param=name) from None
+        if grammar is not None:
+            given[name] = grammar
     if len(given) > 1:
         raise Problem(400, f"{' and '.join(given)} can't be asked for at once; choose one")
     return next(iter(given.values()), None)
@@ -100,19 +152,51 @@ def _response_format(given: dict[str, Any]) -> Grammar | None:
             return Grammar.json_schema(schema)
     raise Problem(
         400,
-        f"response_format is {json.dumps(given)[:100]}; it must be of type text, json_object, or "
+        f"response_format is {show_json(given)}; it must be of type text, json_object, or "
         "json_schema with a json_schema.schema",
         param="response_format",
     )
 
 
-def _token(name: str) -> int:
-    try:
-        return int(name)
-    except ValueError:
+def _logit_bias(given: dict[str, float]) -> dict[int, float]:
+    if len(given) > MAX_LOGIT_BIASES:
         raise Problem(
-            400, f"logit_bias has {name!r}; its keys must be token ids", param="logit_bias"
-        ) from None
+            400,
+            f"logit_bias has {len(given)} tokens; at most {MAX_LOGIT_BIASES} are taken",
+            param="logit_bias",
+        )
+    biases = {}
+    for name, bias in given.items():
+        try:
+            biases[int(name)] = bias
+        except ValueError:
+            raise Problem(
+                400, f"logit_bias has {show_json(name)}; its keys must be token ids",
+                param="logit_bias",
+            ) from None  # fmt: skip
+    return biases
+
+
+def check_conversation(messages: Sequence[dict[str, Any]], template_words: Collection[str]) -> None:
+    """What OpenAI's API asks of messages beyond what templates need. Raises Problem.
+
+    template_words: further roles, which the template knows, are among them.
+    """
+    for i, message in enumerate(messages):
+        role, call_id = message.get("role"), message.get("tool_call_id")
+        if isinstance(role, str) and role and role not in ROLES and role not in template_words:
+            raise Problem(
+                400,
+                f"messages[{i}].role is {show_json(role)}; it must be {', '.join(ROLES[:-1])} or "
+                f"{ROLES[-1]}",
+                param=f"messages[{i}].role",
+            )
+        if role == "tool" and not isinstance(call_id, str):
+            raise Problem(
+                400,
+                f"messages[{i}] has no tool_call_id; say which call it is the result of",
+                param=f"messages[{i}].tool_call_id",
+            )
 
 
 def request_options(asked: Sampling, tenant: str) -> dict[str, Any]:

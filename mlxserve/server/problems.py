@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
 from typing import Literal
 
 import msgspec
 from starlette.responses import Response
 
 from mlxserve.errors import CapacityError, ContextError, EngineDead, ModelError, RequestError
+from mlxserve.report import clip
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 MAX_MESSAGE_CHARS = 1000
-MAX_PARAM_CHARS = 100
 SHUTTING_DOWN = "the server is shutting down; try another"
+ENGINE_DEAD = "the engine has stopped, and the server ends; try again once it is back"
 
 _KINDS = {
     401: "authentication_error",
@@ -42,9 +42,9 @@ class Problem(Exception):  # noqa: N818 (most of them are the client's)
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = _short(message, MAX_MESSAGE_CHARS)
+        self.message = _printable(_short(message))
         self.code = code
-        self.param = param and _short(param, MAX_PARAM_CHARS)
+        self.param = param and _printable(clip(param))
         self.retry_after_s = retry_after_s
 
     @property
@@ -60,9 +60,17 @@ class Problem(Exception):  # noqa: N818 (most of them are the client's)
         return headers
 
 
-def _short(text: str, limit: int) -> str:
-    """What a client sent may be part of a message: as long as a body may be, and of any letters."""
-    text = text if len(text) <= limit else f"{text[:limit]}..."
+def _short(text: str) -> str:
+    """What a client sent may be part of a message, and as long as a body may be.
+
+    Messages begin with what is wrong and end with what to do: the middle is left out.
+    """
+    half = MAX_MESSAGE_CHARS // 2
+    return text if len(text) <= MAX_MESSAGE_CHARS else f"{text[:half]}...{text[-half:]}"
+
+
+def _printable(text: str) -> str:
+    """Of any letters, which a log keeps on one line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -72,28 +80,19 @@ def problem_of(error: BaseException) -> Problem:
         case Problem():
             return error
         case ContextError():
-            return Problem(400, str(error), code="context_length_exceeded")
+            return Problem(400, str(error), code="context_length_exceeded", param=error.param)
         case RequestError():
             return Problem(400, str(error), param=error.param)
         case CapacityError():
             return Problem(429, str(error), code="overloaded", retry_after_s=RETRY_AFTER_S)
         case EngineDead():
-            return Problem(503, str(error), retry_after_s=10 * RETRY_AFTER_S)
+            return Problem(503, ENGINE_DEAD, retry_after_s=10 * RETRY_AFTER_S)
         case ModelError():
             return Problem(500, str(error))
         case asyncio.CancelledError():  # what still runs when the server ends
             return Problem(503, SHUTTING_DOWN, retry_after_s=RETRY_AFTER_S)
     logger.error("a request failed", exc_info=error)
     return Problem(500, f"the server failed ({type(error).__name__}); its log says where")
-
-
-def invalid(error: msgspec.ValidationError) -> Problem:
-    """A value of the wrong type: msgspec's message, and the field as `param`."""
-    text = str(error)
-    found = re.search(r" - at `\$?\.?(.+)`$", text)
-    if found is None:
-        return Problem(400, text)
-    return Problem(400, f"{found[1]}: {text[: found.start()]}", param=found[1])
 
 
 class ErrorBody(msgspec.Struct):

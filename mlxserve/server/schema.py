@@ -9,6 +9,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 Scalar = str | int | float | bool | None
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -19,6 +20,8 @@ class StreamOptions(Struct, kw_only=True):
 
 class Sampling(Struct, kw_only=True):
     """What both endpoints take, with the meaning of OpenAI's reference; see `SamplingParams`.
+
+    logit_bias takes 300 tokens at most.
 
     Ours: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos; priority: of
     waiting requests, a smaller number starts first; cache_salt: only prompts with the same one
@@ -54,8 +57,8 @@ class Sampling(Struct, kw_only=True):
 class ChatRequest(Sampling, kw_only=True):
     """POST /v1/chat/completions.
 
-    Ours: chat_template_kwargs: further variables for the model's template, of which
-    reasoning_effort is one; regex, choice, grammar (Lark): the form of the answer.
+    Ours: chat_template_kwargs: further variables for the model's template; regex, choice, grammar
+    (Lark): the form of the answer. reasoning_effort: a variable of the template, too.
     """
 
     messages: list[dict[str, Any]]
@@ -63,7 +66,7 @@ class ChatRequest(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

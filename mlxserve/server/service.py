@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,18 +16,16 @@ from starlette.responses import Response
 
 from mlxserve.config import ServerConfig
 from mlxserve.llm import LLM
+from mlxserve.report import show_json
 from mlxserve.server.delivery import Mailbox
 from mlxserve.server.formats import Formats
 from mlxserve.server.metrics import Metrics
-from mlxserve.server.problems import RETRY_AFTER_S, SHUTTING_DOWN, Problem, invalid
+from mlxserve.server.problems import RETRY_AFTER_S, SHUTTING_DOWN, Problem
 from mlxserve.server.tenants import Tenants
 
 T = TypeVar("T")
-S = TypeVar("S", bound=msgspec.Struct)
 
 PREPARE_THREADS = 2
-IGNORED_HEADER = "x-mlxserve-ignored"
-MAX_NAMED = 20
 
 
 @dataclass(slots=True)
@@ -58,9 +56,10 @@ class Service:
     def check_model(self, name: str | None) -> None:
         """Raise Problem for a model that isn't served."""
         if name is not None and name not in self.config.names:
+            served = show_json(self.config.names[0])
             raise Problem(
                 404,
-                f"model {name!r} isn't served here; this is {self.config.names[0]!r}",
+                f"model {show_json(name)} isn't served here; this is {served}",
                 code="model_not_found",
                 param="model",
             )
@@ -109,58 +108,6 @@ async def read(request: Request) -> bytes:
     except ClientDisconnect:
         raise Problem(499, "the client went away") from None
     return b"".join(parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    """What is known of a dialect's fields beside those that are in a struct.
-
-    refused: those that can't be honoured, and what to do instead. harmless: values with which one
-    of them, or one that no struct has, asks for what is done anyway.
-    """
-
-    refused: Mapping[str, str]
-    harmless: Mapping[str, Sequence[Any]]
-
-
-def parse(data: bytes, kind: type[S], dialect: Dialect, *, strict: bool) -> tuple[S, list[str]]:
-    """A body as a struct, and the fields that nobody here knows.
-
-    Raises Problem for what isn't JSON, values of the wrong type, fields that can't be honoured,
-    and, if strict, unknown fields.
-    """
-    try:
-        given = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise Problem(400, f"the body isn't valid JSON: {error}") from None
-    except RecursionError:
-        raise Problem(400, "the body is nested too deeply; flatten it") from None
-    if not isinstance(given, dict):
-        raise Problem(400, f"the body is a {type(given).__name__}; it must be an object")
-    known = set(kind.__struct_fields__)
-    unknown = []
-    for name in [name for name in given if name not in known]:
-        value = given.pop(name)
-        if value is None or value in dialect.harmless.get(name, ()):
-            continue
-        if name in dialect.refused:
-            raise Problem(400, f"{name} can't be honoured: {dialect.refused[name]}", param=name)
-        unknown.append(name)
-    if unknown and strict:
-        raise Problem(400, f"unknown field {unknown[0]!r}; leave it out", param=unknown[0])
-    try:
-        return msgspec.convert(given, kind), unknown
-    except msgspec.ValidationError as error:
-        raise invalid(error) from None
-
-
-def ignored_header(unknown: list[str]) -> dict[str, str]:
-    """Tells the client which of its fields had no effect."""
-    if not unknown:
-        return {}
-    names = [name.encode("ascii", "replace").decode()[:40] for name in unknown[:MAX_NAMED]]
-    text = ", ".join("".join(c if c.isprintable() else "?" for c in name) for name in names)
-    return {IGNORED_HEADER: text}
 
 
 def reply(struct: msgspec.Struct, headers: Mapping[str, str] | None = None) -> Response:

@@ -8,8 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from mlxserve.errors import RequestError
+from mlxserve.grammar import Grammar
+from mlxserve.report import show_json
 from mlxserve.server.problems import Problem
 from mlxserve.text.chat import check_messages
+from mlxserve.text.matcher import check_schema
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -30,13 +34,26 @@ class Tools:
     """What a request says of tools.
 
     offered: those the model is told of, in OpenAI's form. choice: "auto", or "required" if it must
-    call one. callable: those it may call. parallel: whether several at once.
+    call one. callable: those it may call. parallel: whether several at once. field: what a tool's
+    schema is called in the request.
     """
 
     offered: tuple[dict[str, Any], ...] = ()
     callable: tuple[dict[str, Any], ...] = ()
     choice: Literal["auto", "required"] = "auto"
     parallel: bool = True
+    field: str = "function.parameters"
+
+    def check_schemas(self, *, enforced: bool) -> None:
+        """Whether all are schemas, and, if calls are enforced, can be. Raises RequestError."""
+        for i, tool in enumerate(self.offered):
+            parameters = tool["function"].get("parameters")
+            where = f"tools[{i}].{self.field}"
+            try:
+                schema = Grammar.json_schema(parameters or {})
+                check_schema(schema, enforced=enforced and tool in self.callable)
+            except RequestError as error:
+                raise RequestError(f"{where}: {error}", param=where) from None
 
     @property
     def strict(self) -> bool:
@@ -44,15 +61,21 @@ class Tools:
         return any(tool["function"].get("strict") for tool in self.offered)
 
 
-def check_tools(tools: Any, choice: Any, parallel: bool | None, most: int) -> Tools:
+def check_tools(
+    tools: Any,
+    choice: Any,
+    parallel: bool | None,
+    most: int,
+    field: str = "function.parameters",
+) -> Tools:
     """The fields tools, tool_choice and parallel_tool_calls. Raises Problem.
 
-    With the choice "none" the model isn't told of any.
+    With the choice "none" the model isn't told of any. field: see `Tools`.
     """
     tools = tools or []
     if len(tools) > most:
         raise Problem(400, f"{len(tools)} tools are over {most}; send fewer", param="tools")
-    offered = tuple(_check_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools))
+    offered = tuple(_check_tool(f"tools[{i}]", tool, field) for i, tool in enumerate(tools))
     names = [tool["function"]["name"] for tool in offered]
     if len(set(names)) < len(names):
         raise Problem(400, "two tools have one name; give each its own", param="tools")
@@ -63,36 +86,44 @@ def check_tools(tools: Any, choice: Any, parallel: bool | None, most: int) -> To
     several = True if parallel is None else parallel
     match choice:
         case None | "auto":
-            return Tools(offered, offered, "auto", several)
+            return Tools(offered, offered, "auto", several, field)
         case "none":
             return Tools()
         case "required":
-            return Tools(offered, offered, "required", several)
+            return Tools(offered, offered, "required", several, field)
         case {"type": "function", "function": {"name": name}} if name in names:
-            return Tools(offered, (offered[names.index(name)],), "required", False)
-    shown = json.dumps(choice)[:100]
+            return Tools(offered, (offered[names.index(name)],), "required", False, field)
     raise Problem(
         400,
-        f"tool_choice is {shown}; it must be none, auto, required or a function among tools",
+        f"tool_choice is {show_json(choice)}; it must be none, auto, required or a function among "
+        "tools",
         param="tool_choice",
     )
 
 
-def _check_tool(where: str, tool: Any) -> dict[str, Any]:
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        kind = tool.get("type") if isinstance(tool, dict) else type(tool).__name__
-        raise Problem(400, f"{where} is of type {kind!r}; only functions can be used", param=where)
+def _check_tool(where: str, tool: Any, field: str) -> dict[str, Any]:
+    if not isinstance(tool, dict):
+        raise Problem(400, f"{where} is {show_json(tool)}; it must be an object", param=where)
+    if tool.get("type") != "function":
+        kind = show_json(tool.get("type"))
+        raise Problem(400, f"{where} is of type {kind}; only functions can be used", param=where)
     function = tool.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(function, dict) or not isinstance(name, str) or not NAME.fullmatch(name):
         raise Problem(
             400,
-            f"{where} has the name {str(name)[:100]!r}; use 1 to 64 letters, digits and _ . -",
+            f"{where} has the name {show_json(name)}; use 1 to 64 letters, digits and _ . -",
             param=where,
         )
-    parameters = function.get("parameters")
-    if parameters is not None and not isinstance(parameters, dict):
-        raise Problem(400, f"{where}.function.parameters must be a JSON schema", param=where)
+    parameters, at = function.get("parameters"), f"{where}.{field}"
+    if not isinstance(parameters, dict | None):
+        raise Problem(400, f"{at} is {show_json(parameters)}; it must be a JSON schema", param=at)
+    if (kind := (parameters or {}).get("type", "object")) != "object":
+        raise Problem(
+            400,
+            f"{at} is of type {show_json(kind)}; arguments have names: it must be an object",
+            param=at,
+        )
     return tool
 
 

@@ -14,10 +14,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlxserve.errors import ModelError, RequestError
-from mlxserve.report import one_line
+from mlxserve.report import clip, one_line, show, show_json
 
 if TYPE_CHECKING:
     import jinja2
+    from jinja2 import nodes
 
 MAX_RENDERED_CHARS = 16 * 1024 * 1024
 MAX_DEPTH = 100
@@ -41,10 +42,11 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(
-            f"messages is a {type(messages).__name__}; give a list of mappings with role, content"
+            f"messages is {show_json(messages)}; give a list of objects with role and content",
+            param="messages",
         )
     if not messages:
-        raise RequestError("messages is empty; give at least one message")
+        raise RequestError("messages is empty; give at least one message", param="messages")
     checked = [_check_message(f"messages[{i}]", message) for i, message in enumerate(messages)]
     names: dict[str, str] = {}
     for message in checked:
@@ -58,17 +60,24 @@ def check_messages(messages: object) -> list[dict[str, Any]]:
 def _check_message(where: str, message: object) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(
-            f"{where} is a {type(message).__name__}; it must be a mapping with role and content"
+            f"{where} is {show_json(message)}; it must be an object with role and content",
+            param=where,
         )
     # Templates differ in what they do with None ("None" in the prompt, a crash); a missing key is
     # what all of them test for.
     plain = {key: value for key, value in _plain(message, where).items() if value is not None}
     role = plain.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"{where} has role {role!r}; it must be a name such as 'user'")
+        raise RequestError(
+            f"{where}.role is {show_json(role)}; it must be a name such as user",
+            param=f"{where}.role",
+        )
     if (calls := plain.get("tool_calls")) is not None:
         if not isinstance(calls, list):
-            raise RequestError(f"{where}.tool_calls is a {type(calls).__name__}; give a list")
+            raise RequestError(
+                f"{where}.tool_calls is {show_json(calls)}; give a list",
+                param=f"{where}.tool_calls",
+            )
         plain["tool_calls"] = [
             _check_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(calls)
         ]
@@ -80,11 +89,12 @@ def _check_message(where: str, message: object) -> dict[str, Any]:
                 _check_part(f"{where}.content[{i}]", part)
         case None:
             if not plain.get("tool_calls"):
-                raise RequestError(f"{where} has no content; give a string")
+                raise RequestError(f"{where} has no content; give a string", param=where)
         case content:
             raise RequestError(
-                f"{where}.content is a {type(content).__name__}; "
-                "it must be a string or a list of text parts"
+                f"{where}.content is {show_json(content)}; it must be a string or a list of text "
+                "parts",
+                param=f"{where}.content",
             )
     return plain
 
@@ -94,7 +104,9 @@ def _check_call(where: str, call: object) -> dict[str, Any]:
     function = _function(call) if isinstance(call, dict) else {}
     if not isinstance(call, dict) or not isinstance(function.get("name"), str):
         raise RequestError(
-            f"{where} is no call; give {{'type': 'function', 'function': {{'name', 'arguments'}}}}"
+            f'{where} is no call; give {{"type": "function", "function": {{"name": ..., '
+            '"arguments": ...}}',
+            param=where,
         )
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
@@ -106,8 +118,9 @@ def _check_call(where: str, call: object) -> dict[str, Any]:
             arguments = None
     if not isinstance(arguments, dict):
         raise RequestError(
-            f"{where} of {function['name']!r} has arguments that are no JSON object: "
-            f"{function['arguments']!r:.80}"
+            f"{where} of {show_json(function['name'])} has arguments that are no JSON object: "
+            f"{show_json(function['arguments'])}",
+            param=where,
         )
     return _with_arguments({"type": "function", **call}, arguments)
 
@@ -123,13 +136,21 @@ def _with_arguments(call: dict[str, Any], arguments: object) -> dict[str, Any]:
 
 
 def _check_part(where: str, part: object) -> None:
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if not isinstance(part, dict) or kind != "text":
+    if not isinstance(part, dict):
         raise RequestError(
-            f"{where} is of type {kind!r}; only {{'type': 'text', 'text': ...}} can be read here"
+            f'{where} is {show_json(part)}; it must be {{"type": "text", "text": ...}}',
+            param=where,
+        )
+    if part.get("type") != "text":
+        raise RequestError(
+            f"{where} is of type {show_json(part.get('type'))}; only text can be read here",
+            param=where,
         )
     if not isinstance(part.get("text"), str):
-        raise RequestError(f"{where}.text is {part.get('text')!r}; it must be a string")
+        raise RequestError(
+            f"{where}.text is {show_json(part.get('text'))}; it must be a string",
+            param=f"{where}.text",
+        )
 
 
 def check_mappings(name: str, values: object) -> list[dict[str, Any]] | None:
@@ -137,17 +158,20 @@ def check_mappings(name: str, values: object) -> list[dict[str, Any]] | None:
     if values is None:
         return None
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise RequestError(f"{name} is a {type(values).__name__}; give a list of mappings")
+        raise RequestError(f"{name} is {show_json(values)}; give a list of objects", param=name)
     for i, value in enumerate(values):
         if not isinstance(value, Mapping):
-            raise RequestError(f"{name}[{i}] is a {type(value).__name__}; it must be a mapping")
+            where = f"{name}[{i}]"
+            raise RequestError(f"{where} is {show_json(value)}; it must be an object", param=where)
     return _plain(values, name)
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
     """A copy made of plain JSON types: what a template gets has no methods to abuse."""
     if depth > MAX_DEPTH:
-        raise RequestError(f"{where} is nested over {MAX_DEPTH} levels deep; flatten it")
+        raise RequestError(
+            f"{clip(where)} is nested over {MAX_DEPTH} levels deep; flatten it", param=where
+        )
     if value is None or type(value) in (str, int, float, bool):
         return value
     match value:
@@ -155,7 +179,9 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
             return str.__str__(value)
         case Mapping():
             if wrong := [key for key in value if not isinstance(key, str)]:
-                raise RequestError(f"{where} has the key {wrong[0]!r}; keys must be strings")
+                raise RequestError(
+                    f"{clip(where)} has the key {show(wrong[0])}; keys must be strings", param=where
+                )
             return {
                 str.__str__(key): _plain(item, f"{where}.{key}", depth + 1)
                 for key, item in value.items()
@@ -163,7 +189,8 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         case list() | tuple():
             return [_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
     raise RequestError(
-        f"{where} is a {type(value).__name__}; only what JSON can hold may be in a chat"
+        f"{clip(where)} is a {type(value).__name__}; only what JSON can hold may be in a chat",
+        param=where,
     )
 
 
@@ -197,7 +224,10 @@ class ChatTemplate:
             "documents": check_mappings("documents", documents),
             "add_generation_prompt": add_generation_prompt,
         }
-        extra = {name: _plain(value, name) for name, value in (variables or {}).items()}
+        extra = {
+            name: _plain(value, f"chat_template_kwargs.{name}")
+            for name, value in (variables or {}).items()
+        }
         return self._run({**self._special_tokens, **extra, **given, "messages": checked})
 
     @functools.cached_property
@@ -315,6 +345,27 @@ class ChatTemplate:
                 f"{one_line(error)}"
             ) from error
         return "".join(pieces)
+
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that it reads, ours and others. Raises ModelError."""
+        from jinja2 import meta
+
+        return frozenset(meta.find_undeclared_variables(self._tree))
+
+    @functools.cached_property
+    def words(self) -> frozenset[str]:
+        """The names and texts in it, such as keys of messages and roles. Raises ModelError."""
+        from jinja2 import nodes
+
+        attributes = {node.attr for node in self._tree.find_all(nodes.Getattr)}
+        values = {node.value for node in self._tree.find_all(nodes.Const)}
+        return frozenset(attributes | {value for value in values if isinstance(value, str)})
+
+    @functools.cached_property
+    def _tree(self) -> "nodes.Template":
+        _ = self._compiled  # which says what is wrong with a template that isn't valid
+        return _environment().parse(self._source)
 
     @functools.cached_property
     def _compiled(self) -> "jinja2.Template":

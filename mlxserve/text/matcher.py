@@ -185,6 +185,21 @@ def _source(grammar: Grammar) -> dict[str, Any]:
             return {"lark_grammar": grammar.value}
 
 
+def check_schema(grammar: Grammar, *, enforced: bool) -> None:
+    """Whether a JSON schema can be one of a tool's, before it is part of a grammar.
+
+    enforced: whether answers will keep to it, so that what can't be enforced is refused, too. Where
+    models are only told of a schema, it may have more than llguidance knows. Raises RequestError.
+    """
+    source = json.loads(str(grammar.value))
+    check_ends("the JSON schema", source)
+    options = JSON_OPTIONS | ({} if enforced else {"lenient": True, "coerce_one_of": True})
+    schema = {"json_schema": {"type": "object"} | source | {"x-guidance": options}}
+    error = LLMatcher.validate_grammar(json.dumps({"grammars": [schema]}), limits=LIMITS)
+    if error and (enforced or not any(sign in error for sign in _BEYOND)):
+        raise RequestError(f"the JSON schema can't be used: {_told(error)}")
+
+
 def _begins(matcher: LLMatcher) -> bool:
     """Whether an answer can begin; its first mask shows what building it doesn't."""
     matcher.compute_bitmask()
@@ -192,8 +207,12 @@ def _begins(matcher: LLMatcher) -> bool:
 
 
 def _reason(matcher: LLMatcher) -> str:
+    return _told(matcher.get_error())
+
+
+def _told(error: str) -> str:
     """What llguidance says, in one line, and what to do."""
-    said = [line.strip() for line in matcher.get_error().splitlines()]
+    said = [line.strip() for line in error.splitlines()]
     for sign, reason in _REASONS.items():
         if sign in said[0]:
             return reason
@@ -201,6 +220,9 @@ def _reason(matcher: LLMatcher) -> str:
     text = " ".join(line for line in said if not re.match(r"\^+$|\d+ \||<", line))
     return f"{text[:300]}; write it otherwise"
 
+
+_BEYOND = ("regex parse error", "Resource '", "too large", "too big", "too many")
+"""In errors of schemas that needn't be wrong: they have look-around, or refer to others."""
 
 _REASONS = {
     "NoExtension": "no token of this model continues it; allow other characters",

@@ -5,6 +5,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from mlxserve.errors import RequestError
+from mlxserve.report import show
 
 Schema = Mapping[str, Any]
 
@@ -13,7 +14,7 @@ def check_ends(what: str, schema: Schema) -> None:
     """Raises RequestError, which calls the schema `what`, for one that no finite instance has."""
     if (ref := endless_ref(schema)) is not None:
         raise RequestError(
-            f"{what} has a $ref to {ref!r} that each instance must follow for ever; make a "
+            f"{what} has a $ref to {show(ref)} that each instance must follow for ever; make a "
             "property on the way optional, or give it another type to choose"
         )
 

@@ -170,11 +170,6 @@ class TextStream:
         """Whether a stop string is complete: no more text comes, the request can be cancelled."""
         return self._stops.stopped
 
-    @property
-    def stop_string(self) -> str | None:
-        """The stop string that is complete, if one is."""
-        return self._stops.stop
-
     def feed(self, token_id: int) -> str:
         """The text this token makes safe to show. Raises RequestError for an id out of range."""
         return self._stops.feed(self._decoder.feed(token_id))[0]

@@ -4,6 +4,7 @@ A tokenizer never changes after it is built, so any thread may use it; encoding 
 that a long prompt being tokenised elsewhere doesn't hold up the engine's step.
 """
 
+import functools
 import operator
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -22,6 +23,7 @@ from mlxserve.text.stream import StreamDecoder
 class Tokenizer:
     """A model's tokenizer and its chat templates.
 
+    prefix_ids: those that the model wants before a plain prompt.
     bos_id: the beginning-of-text id, or None.
     eos_ids: ids that end an answer.
     special_ids: ids that are no text, unless a stream is asked to keep them.
@@ -32,7 +34,7 @@ class Tokenizer:
 
     def __init__(self, parts: TokenizerParts) -> None:
         self._backend = parts.backend
-        self._prefix = list(parts.prefix_ids)
+        self.prefix_ids = parts.prefix_ids
         self._templates = {
             name: ChatTemplate(source, parts.special_tokens)
             for name, source in parts.chat_templates.items()
@@ -109,7 +111,7 @@ class Tokenizer:
             ) from error
         # The batch call releases the GIL while it works; the call for one text doesn't.
         ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return self._prefix + ids if add_special_tokens else ids
+        return [*self.prefix_ids, *ids] if add_special_tokens else ids
 
     def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """The text of ids, special tokens left out. Bytes that aren't UTF-8 become U+FFFD.
@@ -143,6 +145,15 @@ class Tokenizer:
         if not first:
             self._bytes[token_id] = data
         return data
+
+    @functools.cached_property
+    def template_words(self) -> frozenset[str]:
+        """What the chat templates mention: see `ChatTemplate.words`. Raises ModelError."""
+        return frozenset[str]().union(*(each.words for each in self._templates.values()))
+
+    def template_of(self, *, tools: bool = False) -> ChatTemplate:
+        """The template that renders a chat, with or without tools. Raises RequestError."""
+        return self._template(None, tools)
 
     def render_chat(
         self,

@@ -207,6 +207,65 @@ def test_echo_tells_how_likely_the_prompt_is(llm, client, stream):
     assert all(1 <= len(top) <= 2 for top in tops[1:])
 
 
+ODD = "Hello a🙂b 世界 <|user|>é xyz"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", [ODD, "🙂"])
+def test_each_token_begins_where_its_text_does(llm, client, prompt, stream):
+    ask = {"model": NAME, "prompt": prompt, "max_tokens": 4, "echo": True, "logprobs": 20}
+    got = client.completions.create(**ask, **GREEDY, stream=stream, extra_body=LONG)
+    choices = [chunk.choices[0] for chunk in got] if stream else got.choices
+    text = "".join(choice.text for choice in choices)
+    reports = [choice.logprobs for choice in choices]
+    tokens = [token for report in reports for token in report.tokens]
+    offsets = [at for report in reports for at in report.text_offset]
+    assert text.startswith(prompt)
+    ids = llm.tokenizer.encode(prompt)
+    data = [llm.tokenizer.token_bytes(token) for token in ids]
+    whole = b"".join(data)
+    at = 0
+    for token, offset, named in zip(data, offsets, tokens, strict=False):
+        assert offset == len(whole[:at].decode(errors="ignore"))
+        name = f"bytes:\\x{token[0]:02x}" if token[0] > 127 else token.decode()
+        assert named == name
+        at += len(token)
+    assert offsets[len(ids)] == len(prompt)
+    tops = [top for report in reports for top in report.top_logprobs if top is not None]
+    assert min(map(len, tops)) >= 20  # none hides another
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["The sea", "T"])
+def test_a_prompt_is_scored_without_an_answer(llm, client, prompt, stream):
+    ids = llm.tokenizer.encode(prompt)
+    expected = [one and one.logprob for one in llm.prompt_logprobs(ids, 1)]
+    got = client.completions.create(
+        model=NAME, prompt=prompt, max_tokens=0, echo=True, logprobs=1, stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in got] if stream else got.choices
+    assert "".join(choice.text for choice in choices) == prompt
+    assert [v for choice in choices for v in choice.logprobs.token_logprobs] == expected
+    assert choices[-1].finish_reason == "length"
+    if not stream:
+        assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (len(ids), 0)
+
+
+def test_several_answers_at_temperature_0_are_equal(llm, client):
+    got = client.completions.create(model=NAME, prompt="Go", n=2, max_tokens=8, **GREEDY)
+    expected = mlxserve.generate(llm, "Go", max_tokens=8).text
+    assert [choice.text for choice in got.choices] == [expected] * 2
+
+
+def test_a_negative_seed_is_one_of_its_own(client):
+    ask = {"model": NAME, "prompt": "Go", "max_tokens": 12, "temperature": 1.3}
+    told = [
+        client.completions.create(**ask, seed=seed).choices[0].text for seed in (-1, -1, -2, 2**63)
+    ]
+    assert told[0] == told[1]
+    assert len(set(told)) == 3
+
+
 def test_echo_without_logprobs(server):
     plain = server.complete(prompt="ab", max_tokens=5, **GREEDY).json()["choices"][0]["text"]
     got = server.complete(prompt="ab", max_tokens=5, echo=True, **GREEDY).json()["choices"][0]
@@ -225,8 +284,9 @@ def test_a_stream_ends_with_its_usage_if_asked(client):
     )
     assert all(chunk.usage is None for chunk in chunks)
     *_, last = client.completions.create(
-        model=NAME, prompt="x", max_tokens=6, stream=True, stream_options={"include_usage": True}
-    )
+        model=NAME, prompt="x", max_tokens=6, stream=True, stream_options={"include_usage": True},
+        extra_body=LONG,
+    )  # fmt: skip
     assert (last.choices, last.usage.completion_tokens) == ([], 6)
 
 

@@ -1,8 +1,10 @@
 """Anthropic's dialect, through its own client."""
 
 import json
+from typing import Literal
 
 import anthropic
+import pydantic
 import pytest
 
 import mlxserve
@@ -87,6 +89,37 @@ def test_a_tool_is_used(claude, choice):
     assert (got.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "clock")
     assert block.input in ({"city": "Oslo"}, {"city": "Rome"})
     assert block.id.startswith("toolu_")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_tool_is_used_where_they_may_not_be_parallel(claude, monkeypatch, stream):
+    call = '<tool_call>\n{"name": "clock", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    monkeypatch.setattr(turn, "_grammar", lambda *_: Grammar.choice([f"{call}\n{call}"]))
+    body = {"model": NAME, "max_tokens": 600, "messages": CHAT, "tools": [TOOL]}
+    body["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    if stream:
+        with claude.messages.stream(**body) as events:
+            got = events.get_final_message()
+    else:
+        got = claude.messages.create(**body)
+    assert (got.stop_reason, [block.type for block in got.content]) == ("tool_use", ["tool_use"])
+
+
+class Clock(pydantic.BaseModel):
+    """Of a form."""
+
+    city: Literal["Oslo", "Rome"]
+
+
+def test_an_answer_has_the_form_that_is_asked_for(server, claude):
+    got = claude.messages.parse(
+        model=NAME, max_tokens=300, messages=CHAT, output_format=Clock
+    )  # fmt: skip
+    assert got.parsed_output.city in ("Oslo", "Rome")
+    schema = {"type": "json_schema", "schema": TOOL["input_schema"]}
+    for form in ({"output_config": {"format": schema}}, {"output_format": schema}):
+        told = post(server, max_tokens=300, **form).json()
+        assert json.loads(told["content"][0]["text"])["city"] in ("Oslo", "Rome")
 
 
 def test_a_streamed_use_of_a_tool_is_whole(claude):
@@ -229,14 +262,14 @@ def test_a_budget_of_nothing_is_refused(thinker):
 @pytest.mark.parametrize(
     ("body", "status", "kind", "message"),
     [
-        ({"model": "other"}, 404, "not_found_error", "'other' isn't served"),
+        ({"model": "other"}, 404, "not_found_error", "\"other\" isn't served"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens is 0"),
         ({"messages": []}, 400, "invalid_request_error", "messages is empty"),
         ({"messages": [{"role": "system", "content": "x"}]}, 400, "invalid_request_error", "role"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            400, "invalid_request_error", "'image'; only text",
+            400, "invalid_request_error", 'messages[0].content[0] is of type "image"; only text',
         ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "b"),
         ({"mcp_servers": [{}]}, 400, "invalid_request_error", "mcp_servers can't be honoured"),

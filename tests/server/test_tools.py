@@ -1,7 +1,6 @@
 """Tools over HTTP: what a model is told of them, and calls that are enforced and read."""
 
 import json
-import threading
 
 import pytest
 
@@ -9,7 +8,7 @@ import mlxserve
 from mlxserve.grammar import Grammar
 from mlxserve.server import turn
 from tests.support.model_dir import SPECIAL, write_model_dir
-from tests.support.serving import NAME, TIMEOUT_S, serving
+from tests.support.serving import NAME, serving
 
 WEATHER = {
     "type": "function",
@@ -84,6 +83,67 @@ def test_a_streamed_call_is_the_same(client):
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_the_answer_ends_with_the_first_call_where_they_may_not_be_parallel(client, says, stream):
+    says(f"Let me see.\n{CALL}\n{CALL} So be it.")
+    got = ask(client, tools=[WEATHER], parallel_tool_calls=False, stream=stream)
+    if stream:
+        choices = [chunk.choices[0] for chunk in got]
+        content = "".join(choice.delta.content or "" for choice in choices)
+        calls = [call for choice in choices for call in choice.delta.tool_calls or ()]
+        reason = choices[-1].finish_reason
+    else:
+        message, reason = got.choices[0].message, got.choices[0].finish_reason
+        content, calls = message.content, message.tool_calls
+        assert got.usage.completion_tokens == len(f"Let me see.\n{CALL}")  # a byte each
+    assert (content, len(calls), reason) == ("Let me see.", 1, "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("cut", [len("\n<tool_"), len("\n<tool_call>"), len(CALL) - 20])
+def test_half_a_call_is_left_out_of_an_answer_that_was_cut(client, says, caplog, stream, cut):
+    says(f"Let me see.{CALL}")
+    most = len("Let me see.") + cut
+    got = ask(client, tools=[WEATHER], max_tokens=most, stream=stream)
+    choices = [chunk.choices[0] for chunk in got] if stream else got.choices
+    parts = [choice.delta if stream else choice.message for choice in choices]
+    assert "".join(part.content or "" for part in parts) == "Let me see."
+    assert not any(part.tool_calls for part in parts)
+    assert choices[-1].finish_reason == "length"
+    assert "left out, since the answer was cut there: a call ends early" in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_stop_strings_are_those_of_the_content(llm, client, says, stream):
+    says(f"<think>Oslo?</think>Let me see.\n{CALL}\nOslo, then.")
+    with serving(llm, reasoning_format="think") as server:
+        body = {"tools": [WEATHER], "stop": ["Oslo"], "max_tokens": 200, "stream": stream}
+        got = server.chat(**body)
+    if stream:
+        lines = [line[6:] for line in got.text.splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line)["choices"][0] for line in lines]
+    else:
+        choices = [{"delta": got.json()["choices"][0]["message"]} | got.json()["choices"][0]]
+    deltas = [choice["delta"] for choice in choices]
+    (call,) = [call for delta in deltas for call in delta.get("tool_calls") or ()]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+    thought = "".join(delta.get("reasoning_content") or "" for delta in deltas)
+    content = "".join(delta.get("content") or "" for delta in deltas)
+    assert (thought, content.strip()) == ("Oslo?", "Let me see.")
+    says("One Oslo, two")
+    got = ask(client, tools=[WEATHER], stop=["Oslo"], stream=stream)
+    choices = [chunk.choices[0] for chunk in got] if stream else got.choices
+    parts = [choice.delta if stream else choice.message for choice in choices]
+    assert "".join(part.content or "" for part in parts) == "One "
+    assert choices[-1].finish_reason == "stop"
+
+
+def test_a_required_call_is_whole_whatever_the_stop_strings(client):
+    got = ask(client, tools=[WEATHER], tool_choice=NAMED, stop=["name", "}", "city"]).choices[0]
+    check_weather(got.message.tool_calls[0])
+    assert got.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_text_around_calls_is_content_and_markup_never_is(client, says, stream):
     says(f"Let me see.\n{CALL}\n{CALL}")
     got = ask(client, tools=[WEATHER], stream=stream)
@@ -99,12 +159,13 @@ def test_text_around_calls_is_content_and_markup_never_is(client, says, stream):
     assert len({call.id for call in calls}) == 2
 
 
-def test_a_malformed_call_is_text(client, says):
+def test_a_malformed_call_is_text_and_the_log_says_why(client, says, caplog):
     said = '<tool_call>\n{"name": "get_weather", "arguments": {"city": \n</tool_call>'
     says(said)
     got = ask(client, tools=[WEATHER]).choices[0]
     assert got.message.content == said
     assert (got.message.tool_calls, got.finish_reason) == (None, "stop")
+    assert "markup of a call is told as text: a call has '<'" in caplog.text
 
 
 def test_without_tools_markup_is_text(client):
@@ -132,29 +193,15 @@ def test_reasoning_is_told_apart(llm, stream):
     assert told == ["Hm, 2 or 3?", "Three."]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_others_are_answered_while_reasoning_is_counted(llm, monkeypatch, stream):
-    counting, go_on = threading.Event(), threading.Event()
-    encode = llm.tokenizer.encode
-
-    def slow(text, **options):
-        if text == "Hm":
-            counting.set()
-            assert go_on.wait(TIMEOUT_S)
-        return encode(text, **options)
-
-    monkeypatch.setattr(llm.tokenizer, "encode", slow)
-    body = {"choice": ["<think>Hm</think>Two."], "stream": stream}
-    body |= {"stream_options": {"include_usage": True}} if stream else {}
-    got = []
+@pytest.mark.parametrize("thought", ["\n\n", "\nHm 🙂\n\n", "a < b </b> c", ""])
+def test_reasoning_tokens_are_those_that_were_drawn_between_the_tags(llm, thought):
+    said = [f"<think>{thought}</think>Three."]
     with serving(llm, reasoning_format="think") as server:
-        asking = threading.Thread(target=lambda: got.append(server.chat(**body)))
-        asking.start()
-        assert counting.wait(TIMEOUT_S)
-        assert server.answer(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")[0] == 200
-        go_on.set()
-        asking.join(TIMEOUT_S)
-    assert '"reasoning_tokens":2' in got[0].text
+        for drawn in (len(thought.encode()), len(thought) // 2):
+            most = len("<think>") + drawn  # a byte each; the second time it is cut within
+            most += 100 if drawn == len(thought.encode()) else 0
+            usage = server.chat(choice=said, max_tokens=most).json()["usage"]
+            assert usage["completion_tokens_details"]["reasoning_tokens"] == drawn
 
 
 def text_of(server, messages, **more):
@@ -273,10 +320,9 @@ def test_no_choice_is_no_tools(client):
         ({"tools": [CLOCK], "tool_choice": NAMED}, "a function among tools"),
         ({"tool_choice": "required"}, "tool_choice needs tools"),
         ({"tools": [{"type": "web_search"}]}, "only functions"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "has the name 'a b'"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "schema"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, 'has the name "a b"'),
         ({"tools": [CLOCK] * 200}, "200 tools are over 128"),
-        ({"tools": 3}, "Expected `array"),
+        ({"tools": 3}, "tools is 3; it must be a list"),
         ({"tools": [CLOCK], "tool_choice": "required", "grammar": "start: /a/"}, None),
         ({"tools": [CLOCK], "grammar": "start: /a/"}, "can't be asked for at once"),
     ],
@@ -289,6 +335,59 @@ def test_what_can_t_be_done_is_refused_by_name(server, body, message):
         return
     assert got.status_code == 400
     assert message in got.json()["error"]["message"]
+
+
+def with_schema(schema):
+    function = {"name": "f", "parameters": schema}
+    return [CLOCK, {"type": "function", "function": function}]
+
+
+ENDLESS = {"$ref": "#"}
+NO_TYPE = {"type": "object", "properties": {"a": {"type": "zzz"}}}
+BEYOND = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "format": "int64"},
+        "b": {"type": "array", "uniqueItems": True},
+        "c": {"type": "string", "pattern": "(?!x).*"},
+    },
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("schema", [3, {"type": "array"}, {"type": "string"}, ENDLESS, NO_TYPE])
+def test_a_schema_that_can_t_be_one_of_arguments_is_refused_at_once(llm, server, choice, schema):
+    before = llm.stats().prompt_tokens
+    got = server.chat(tools=with_schema(schema), tool_choice=choice, max_tokens=40)
+    assert got.status_code == 400
+    error = got.json()["error"]
+    assert error["param"] == "tools[1].function.parameters"
+    assert error["message"].startswith("tools[1].function.parameters")
+    claude = {"name": "f", "input_schema": schema if isinstance(schema, dict) else {"type": 3}}
+    body = {"model": NAME, "messages": CHAT, "max_tokens": 40, "tools": [claude]}
+    got = server.http.post("/v1/messages", json=body)
+    assert got.status_code == 400
+    assert got.json()["error"]["message"].startswith("tools[0].input_schema")
+    assert llm.stats().prompt_tokens == before
+
+
+def test_a_schema_that_can_t_be_enforced_is_refused_only_where_it_would_be(server):
+    tools = with_schema(BEYOND)
+    assert server.chat(tools=tools, max_tokens=1).status_code == 200
+    named = {"type": "function", "function": {"name": "clock"}}
+    assert server.chat(tools=tools, tool_choice=named, max_tokens=1).status_code == 200
+    got = server.chat(tools=tools, tool_choice="required", max_tokens=1)
+    assert got.json()["error"]["param"] == "tools[1].function.parameters"
+
+
+@pytest.mark.parametrize("schema", [{}, None, {"properties": {"a": {"type": "integer"}}}])
+def test_arguments_are_an_object_where_the_schema_leaves_it_open(client, schema):
+    tools, choice = with_schema(schema), {"type": "function", "function": {"name": "f"}}
+    got = ask(client, tools=tools, tool_choice=choice, max_tokens=60, seed=1).choices[0]
+    if got.finish_reason == "tool_calls":
+        assert isinstance(json.loads(got.message.tool_calls[0].function.arguments), dict)
+    else:  # a long one
+        assert (got.finish_reason, got.message.content) == ("length", "")
 
 
 def test_a_call_in_the_chat_that_is_none_is_refused_by_name(server):

@@ -110,24 +110,24 @@ def test_none_is_the_same_as_not_being_there():
 @pytest.mark.parametrize(
     ("messages", "words"),
     [
-        ("Hello", ["messages is a str", "list"]),
-        ({"role": "user", "content": "x"}, ["messages is a dict", "list"]),
-        (None, ["messages is a NoneType"]),
+        ("Hello", ['messages is "Hello"', "list"]),
+        ({"role": "user", "content": "x"}, ['messages is {"role": "user"', "list"]),
+        (None, ["messages is null"]),
         ([], ["empty", "at least one"]),
-        (["Hello"], ["messages[0] is a str", "mapping"]),
-        ([{"content": "x"}], ["messages[0]", "role None"]),
-        ([{"role": 3, "content": "x"}], ["messages[0]", "role 3"]),
+        (["Hello"], ['messages[0] is "Hello"', "object"]),
+        ([{"content": "x"}], ["messages[0].role is null"]),
+        ([{"role": 3, "content": "x"}], ["messages[0].role is 3"]),
         ([*PLAIN, {"role": "user"}], ["messages[1] has no content"]),
         ([{"role": "assistant", "content": None}], ["messages[0] has no content"]),
-        ([{"role": "user", "content": 7}], ["messages[0].content is a int"]),
+        ([{"role": "user", "content": 7}], ["messages[0].content is 7"]),
         ([{"role": "user", "content": b"x"}], ["messages[0].content is a bytes"]),
-        ([{"role": "user", "content": {"a": 1}}], ["messages[0].content is a dict"]),
-        ([{"role": "user", "content": ["x"]}], ["messages[0].content[0]", "'str'"]),
+        ([{"role": "user", "content": {"a": 1}}], ['messages[0].content is {"a": 1}']),
+        ([{"role": "user", "content": ["x"]}], ['messages[0].content[0] is "x"']),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
-            ["messages[0].content[0]", "'image_url'"],
+            ['messages[0].content[0] is of type "image_url"'],
         ),
-        ([{"role": "user", "content": [{"type": "text"}]}], ["content[0].text is None"]),
+        ([{"role": "user", "content": [{"type": "text"}]}], ["content[0].text is null"]),
         ([{"role": "user", "content": "x", "extra": object()}], ["messages[0].extra is a object"]),
         ([{"role": "user", "content": "x", 5: 1}], ["messages[0] has the key 5"]),
     ],
@@ -147,7 +147,7 @@ def test_deep_nesting_is_refused():
 
 @pytest.mark.parametrize("name", ["tools", "documents"])
 def test_tools_and_documents_must_be_lists_of_mappings(name: str):
-    for wrong, word in (("x", f"{name} is a str"), ([1], f"{name}[0] is a int")):
+    for wrong, word in (("x", f'{name} is "x"'), ([1], f"{name}[0] is 1")):
         with refused(RequestError, word):
             _render(templates.CHATML, **{name: wrong})
 
@@ -249,15 +249,15 @@ def test_arguments_may_be_json_text_as_in_openais_api():
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", "null", 5, ["x"], [], "[" * 100_000])
 def test_arguments_that_are_no_object_are_refused(arguments: object):
-    with refused(RequestError, "messages[1].tool_calls[0]", "'weather'", "no JSON object"):
+    with refused(RequestError, "messages[1].tool_calls[0]", '"weather"', "no JSON object"):
         _render(templates.CHATML, _turns({"name": "weather", "arguments": arguments}))
 
 
 @pytest.mark.parametrize("call", ["x", {}, {"function": "weather"}, {"function": {"name": 3}}])
 def test_what_is_no_call_is_refused(call: object):
-    with refused(RequestError, "messages[0].tool_calls[0] is no call", "'name'"):
+    with refused(RequestError, "messages[0].tool_calls[0] is no call", '"name"'):
         _render(templates.CHATML, [{"role": "assistant", "content": "", "tool_calls": [call]}])
-    with refused(RequestError, "messages[0].tool_calls is a str"):
+    with refused(RequestError, 'messages[0].tool_calls is "x"'):
         _render(templates.CHATML, [{"role": "assistant", "content": "", "tool_calls": "x"}])
 
 

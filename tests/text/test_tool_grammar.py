@@ -249,10 +249,9 @@ def written(tool_format, *calls, tokenizer=None):
     ],
 )
 def test_what_models_were_taught_is_allowed_and_read_back(tokenizer, tool_format, calls):
-    if tool_format == "harmony" and len(calls) > 1:
-        pytest.skip("an answer is one call")
     text = written(tool_format, *calls, tokenizer=tokenizer)
-    assert allowed(tokenizer, build(tool_format, tokenizer).calls(), text)[1]
+    one_only = tool_format == "harmony" and len(calls) > 1  # its mark of a call ends the answer
+    assert allowed(tokenizer, build(tool_format, tokenizer).calls(), text)[1] is not one_only
     assert told(tool_format, text) == (calls, "", "")
 
 

@@ -10,8 +10,10 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxserve.checks import checked_integer
 from mlxserve.grammar import Grammar
 from mlxserve.server import openai, turn
+from mlxserve.server.body import parse
 from mlxserve.server.delivery import Delivery
 from mlxserve.server.exchange import DONE, Event, answer
 from mlxserve.server.problems import Problem
@@ -27,7 +29,7 @@ from mlxserve.server.schema import (
     ToolCallReply,
     UsageReply,
 )
-from mlxserve.server.service import Service, new_id, now, parse
+from mlxserve.server.service import Service, new_id, now
 from mlxserve.server.tools import check_tools
 from mlxserve.text.parsers import Content, Delta, Reasoning, ToolCall
 from mlxserve.types import Logprob, SamplingParams, TokenOut
@@ -40,7 +42,8 @@ async def chat_completions(request: Request) -> Response:
 
 def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Chat, list[str]]:
     """Everything that can be wrong with a request is found here."""
-    asked, ignored = parse(data, ChatRequest, openai.DIALECT, strict=served.config.strict)
+    words = served.llm.tokenizer.template_words
+    asked, ignored = parse(data, ChatRequest, openai.DIALECT, words)
     served.check_model(asked.model)
     include_usage = openai.includes_usage(asked)
     more: dict[str, Any] = {"logprobs": bool(asked.logprobs)}
@@ -49,26 +52,31 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Chat, list[str
             raise Problem(400, "top_logprobs needs logprobs: true; give both", param="top_logprobs")
         more["top_logprobs"] = asked.top_logprobs
     if asked.max_completion_tokens is not None:
-        more["max_tokens"] = asked.max_completion_tokens
+        name = "max_completion_tokens"
+        more["max_tokens"] = checked_integer(name, asked.max_completion_tokens, 1)
+    openai.check_conversation(asked.messages, words)
     variables = dict(asked.chat_template_kwargs or {})
-    if asked.reasoning_effort is not None:
-        variables["reasoning_effort"] = asked.reasoning_effort
+    effort = turn.effort_variables(asked.reasoning_effort)
 
     def sampling(grammar: Grammar | None) -> SamplingParams:
         return openai.sampling_params(asked, served.config, **more, grammar=grammar)
 
     most = served.config.max_tools
+    tools = check_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls, most)
     found = turn.prepare(
         served,
         turn.Asked(
             messages=asked.messages,
-            tools=check_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls, most),
+            tools=tools,
             grammar=openai.answer_grammar(asked),
             sampling=sampling,
-            variables=variables,
+            variables=variables | effort,
             options=openai.request_options(asked, tenant),
         ),
     )
+    ignored += [f"chat_template_kwargs.{n}" for n in turn.unread(served, tools, variables)]
+    if effort and not turn.reads_any(served, tools, effort):
+        ignored.append("reasoning_effort")
     return _Chat(served, asked, found, include_usage), ignored
 
 
@@ -101,9 +109,9 @@ class _Chat:
 
     def take(self, index: int, piece: str, out: TokenOut) -> None:
         """See `Exchange`."""
-        self.turn.feed(index, piece, last=out.last)
+        self.turn.feed(index, piece, out)
 
-    async def reply(self) -> ChatReply:
+    def reply(self) -> ChatReply:
         """All of it."""
         choices = []
         for index, (one, said) in enumerate(zip(self.turn.answers, self.turn.said, strict=True)):
@@ -127,7 +135,7 @@ class _Chat:
             created=self.created,
             model=self.model,
             choices=choices,
-            usage=await self._usage(),
+            usage=self._usage(),
         )
 
     async def events(self) -> AsyncGenerator[Event | None]:
@@ -139,7 +147,7 @@ class _Chat:
                 yield None
                 continue
             index, piece, out = event
-            told = [self._message(delta) for delta in self.turn.feed(index, piece, last=out.last)]
+            told = [self._message(delta) for delta in self.turn.feed(index, piece, out)]
             if out.logprob is not None and self.asked.logprobs:
                 # Of the token that came, even if its text is held back.
                 logprobs = self._logprobs([out.logprob])
@@ -152,7 +160,7 @@ class _Chat:
                 yield self._chunk([_delta(index, Message(), finish_reason=reason)])
         if self.include_usage:
             chunk = self._chunk([])
-            chunk.usage = await self._usage()
+            chunk.usage = self._usage()
             yield chunk
         yield DONE
 
@@ -170,10 +178,9 @@ class _Chat:
         call_id = self.turn.call_id(call, "call_")
         return ToolCallReply(index=index, id=call_id, type="function", function=function)
 
-    async def _usage(self) -> UsageReply:
+    def _usage(self) -> UsageReply:
         answers = self.turn.answers
-        reasoning = await self.turn.reasoning_tokens(self.served)
-        return openai.usage(answers, len(answers), reasoning)
+        return openai.usage(answers, len(answers), self.turn.reasoning_tokens)
 
     def _logprobs(self, found: Iterable[Logprob]) -> ChatLogprobs:
         tokenizer = self.served.llm.tokenizer

@@ -23,17 +23,10 @@ from mlxserve.server.anthropic import (
     ToolUseBlock,
     Usage,
 )
+from mlxserve.server.body import ignored_header, parse
 from mlxserve.server.delivery import Delivery
 from mlxserve.server.exchange import Event, answer
-from mlxserve.server.service import (
-    Service,
-    ignored_header,
-    new_id,
-    parse,
-    read,
-    reply,
-    service,
-)
+from mlxserve.server.service import Service, new_id, read, reply, service
 from mlxserve.server.tools import Tools, check_tools
 from mlxserve.text.parsers import Content, Delta, Reasoning, ToolCall
 from mlxserve.types import SamplingParams, TokenOut
@@ -51,18 +44,21 @@ async def count_tokens(request: Request) -> Response:
     served, data = service(request), await read(request)
 
     def work() -> tuple[int, list[str]]:
-        asked, ignored = parse(data, CountRequest, anthropic.DIALECT, strict=served.config.strict)
+        asked, ignored = parse(data, CountRequest, anthropic.DIALECT)
         served.check_model(asked.model)
         chat, tools = anthropic.to_chat(asked), _tools(served, asked)
-        return len(turn.prompt_of(served, chat, tools, _variables(asked))[1]), ignored
+        anthropic.answer_grammar(asked)  # which takes no tokens of the prompt
+        variables = _thinking(asked) | _effort(asked)
+        ids = turn.prompt_of(served, chat, tools, variables)[1]
+        return len(ids), ignored + _without_effect(served, asked, tools)
 
     count, ignored = await served.prepare(work)
-    return reply(CountReply(count), ignored_header(ignored))
+    return reply(CountReply(count), ignored_header(ignored, strict=served.config.strict))
 
 
 def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Message, list[str]]:
     """Everything that can be wrong with a request is found here."""
-    asked, ignored = parse(data, MessagesRequest, anthropic.DIALECT, strict=served.config.strict)
+    asked, ignored = parse(data, MessagesRequest, anthropic.DIALECT)
     served.check_model(asked.model)
     budget = asked.thinking and asked.thinking.budget_tokens
     if budget is not None and served.formats.marks is None:
@@ -80,32 +76,52 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Message, list[
     def sampling(grammar: Grammar | None) -> SamplingParams:
         return SamplingParams(**values, grammar=grammar)
 
+    tools = _tools(served, asked)
     found = turn.prepare(
         served,
         turn.Asked(
             messages=anthropic.to_chat(asked),
-            tools=_tools(served, asked),
-            grammar=None,
+            tools=tools,
+            grammar=anthropic.answer_grammar(asked),
             sampling=sampling,
-            variables=_variables(asked),
+            variables=_thinking(asked) | _effort(asked),
             options={"tenant": tenant, "pin_s": anthropic.pin_s(asked)},
             thinking_tokens=budget,
         ),
     )
+    ignored += _without_effect(served, asked, tools)
     return _Message(served, asked, found), ignored
 
 
 def _tools(served: Service, asked: CountRequest) -> Tools:
     choice, tools = asked.tool_choice, anthropic.tools_of(asked)
     parallel = not (choice and choice.disable_parallel_tool_use)
-    return check_tools(tools, anthropic.choice_of(choice), parallel, served.config.max_tools)
+    return check_tools(
+        tools, anthropic.choice_of(choice), parallel, served.config.max_tools, "input_schema"
+    )
 
 
-def _variables(asked: CountRequest) -> dict[str, Any]:
+def _thinking(asked: CountRequest) -> dict[str, Any]:
     """Of the template: whether to think, in the name that most of them give it."""
     if asked.thinking is None:
         return {}
     return {"enable_thinking": asked.thinking.type != "disabled"}
+
+
+def _effort(asked: CountRequest) -> dict[str, Any]:
+    return turn.effort_variables(asked.output_config.effort if asked.output_config else None)
+
+
+def _without_effect(served: Service, asked: CountRequest, tools: Tools) -> list[str]:
+    """Fields that this model's template takes no notice of."""
+    found = []
+    thinking, thinks = _thinking(asked), served.formats.reasoning is not None
+    if thinking and not turn.reads_any(served, tools, thinking):
+        # A model that always thinks, or never, does as it is told all the same.
+        found += ["thinking"] if thinking["enable_thinking"] != thinks else []
+    if (effort := _effort(asked)) and not turn.reads_any(served, tools, effort):
+        found.append("output_config.effort")
+    return found
 
 
 @dataclass(eq=False)
@@ -137,9 +153,9 @@ class _Message:
 
     def take(self, index: int, piece: str, out: TokenOut) -> None:
         """See `Exchange`."""
-        self.turn.feed(index, piece, last=out.last)
+        self.turn.feed(index, piece, out)
 
-    async def reply(self) -> MessageReply:
+    def reply(self) -> MessageReply:
         """All of it."""
         said = self.turn.said[0]
         blocks: list[Block] = []
@@ -173,7 +189,7 @@ class _Message:
 
     def _stop(self) -> tuple[str, str | None]:
         """Why it ended, and the stop sequence if it was one."""
-        if (sequence := self.turn.answers[0].stop_string) is not None:
+        if (sequence := self.turn.stop_string(0)) is not None:
             return "stop_sequence", sequence
         reason = self.turn.finish_reason(0)
         return {"tool_calls": "tool_use", "length": "max_tokens"}.get(reason, "end_turn"), None
@@ -188,7 +204,7 @@ class _Message:
                 yield None
                 continue
             index, piece, out = event
-            for delta in self.turn.feed(index, piece, last=out.last):
+            for delta in self.turn.feed(index, piece, out):
                 for told in self._delta(delta):
                     yield told["type"], told
         if self._open is not None:

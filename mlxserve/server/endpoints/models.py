@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxserve.server import openai, turn
+from mlxserve.server.body import ignored_header, parse
 from mlxserve.server.problems import Problem
 from mlxserve.server.schema import (
     DetokenizeReply,
@@ -15,7 +16,7 @@ from mlxserve.server.schema import (
     TokenizeReply,
     TokenizeRequest,
 )
-from mlxserve.server.service import Service, ignored_header, parse, read, reply, service
+from mlxserve.server.service import Service, read, reply, service
 from mlxserve.server.tools import check_tools
 
 
@@ -41,7 +42,8 @@ async def tokenize(request: Request) -> Response:
     served, data = service(request), await read(request)
 
     def work() -> tuple[list[int], list[str]]:
-        asked, unknown = parse(data, TokenizeRequest, openai.DIALECT, strict=served.config.strict)
+        words = served.llm.tokenizer.template_words
+        asked, ignored = parse(data, TokenizeRequest, openai.DIALECT, words)
         served.check_model(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise Problem(400, "give one of prompt and messages")
@@ -54,14 +56,17 @@ async def tokenize(request: Request) -> Response:
                     param="add_special_tokens",
                 )
             tools = check_tools(asked.tools, None, None, served.config.max_tools)
+            openai.check_conversation(asked.messages, words)
             variables = asked.chat_template_kwargs or {}
-            return turn.prompt_of(served, asked.messages, tools, variables)[1], unknown
+            ids = turn.prompt_of(served, asked.messages, tools, variables)[1]
+            unread = turn.unread(served, tools, variables)
+            return ids, ignored + [f"chat_template_kwargs.{name}" for name in unread]
         special = True if asked.add_special_tokens is None else asked.add_special_tokens
-        return tokenizer.encode(asked.prompt or "", add_special_tokens=special), unknown
+        return tokenizer.encode(asked.prompt or "", add_special_tokens=special), ignored
 
-    ids, unknown = await served.prepare(work)
+    ids, ignored = await served.prepare(work)
     told = TokenizeReply(ids, len(ids), served.llm.context_tokens)
-    return reply(told, ignored_header(unknown))
+    return reply(told, ignored_header(ignored, strict=served.config.strict))
 
 
 async def detokenize(request: Request) -> Response:
@@ -69,9 +74,9 @@ async def detokenize(request: Request) -> Response:
     served, data = service(request), await read(request)
 
     def work() -> tuple[str, list[str]]:
-        asked, unknown = parse(data, DetokenizeRequest, openai.DIALECT, strict=served.config.strict)
+        asked, ignored = parse(data, DetokenizeRequest, openai.DIALECT)
         served.check_model(asked.model)
-        return served.llm.tokenizer.decode(asked.tokens), unknown
+        return served.llm.tokenizer.decode(asked.tokens), ignored
 
-    text, unknown = await served.prepare(work)
-    return reply(DetokenizeReply(text), ignored_header(unknown))
+    text, ignored = await served.prepare(work)
+    return reply(DetokenizeReply(text), ignored_header(ignored, strict=served.config.strict))

@@ -11,6 +11,9 @@ from mlxserve.text.parsers.values import Malformed, NotACall, Tools, dump_json
 
 MAX_DROPPED_SPACE = 64
 
+MIN_MARKUP_CHARS = 4
+"""Fewer at the end of a text, with which a marker could begin, are text: they may be a fence."""
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -76,12 +79,15 @@ class OutputParser:
     keeps: the family's markup that may be special tokens, which text leaves out. The caller gives
         it to `TextStream(keep=...)`, since without it nothing can be told apart. An end token that
         isn't fed doesn't matter.
+    reasoned: where the text between tags of reasoning begins and ends, in characters of the whole;
+        None while the end isn't known.
     """
 
     keeps: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self._read = Reader()
+        self.reasoned: list[tuple[int, int | None]] = []
         self._out: list[Delta] = []
         self._n_calls = 0
         self._said: set[type[Delta]] = set()
@@ -112,13 +118,19 @@ class OutputParser:
         raise NotImplementedError
 
     def _say(
-        self, kind: type[Content] | type[Reasoning], text: str, reason: str | None = None
+        self,
+        kind: type[Content] | type[Reasoning],
+        text: str,
+        reason: str | None = None,
+        *,
+        unfinished: bool = False,
     ) -> None:
         if not text:
             return
         if kind in self._parted:
             text = "\n" + text
-        self._out.append(Content(text, reason) if kind is Content else Reasoning(text))
+        said = Content(text, reason, unfinished) if kind is Content else Reasoning(text)
+        self._out.append(said)
         self._parted.discard(kind)
         self._said.add(kind)
 
@@ -131,19 +143,40 @@ class OutputParser:
         """Tell text as it comes, up to a marker, which is read. None at the text's end."""
         read = self._read
         while (found := until.search(read.text, read.at)) is None:
-            cut = len(read.text) if read.ended else until.safe(read.text, read.at)
+            cut = until.safe(read.text, read.at)
             self._say(kind, read.text[read.at : cut])
             read.at = cut
-            read.done()
-            if not (yield from read.more()):
+            if read.ended:
+                self._say_last(kind)
                 return None
+            read.done()
+            yield from read.more()
         self._say(kind, read.text[read.at : found.start()])
+        if kind is Reasoning:
+            self._reasoned_until(read.gone + found.start("marker"))
         read.at = found.end()
         read.begin(found.start())
         return found["marker"].lstrip("\n")
 
-    def _calls(self, calls: Calls) -> Steps[bool]:
-        """Read calls and tell them. False if there is something else, which is told as content."""
+    def _say_last(self, kind: type[Content] | type[Reasoning]) -> None:
+        """What was held back, as it might have become a marker, now that the text has ended."""
+        read = self._read
+        rest = read.text[read.at :]
+        begun = kind is Content and len(rest.strip()) >= MIN_MARKUP_CHARS
+        self._say(kind, rest, "a call ends early" if begun else None, unfinished=begun)
+        read.at = len(read.text)
+        if kind is Reasoning:
+            self._reasoned_until(read.gone + read.at)
+        read.done()
+
+    def _reasoned_until(self, end: int) -> None:
+        self.reasoned[-1] = (self.reasoned[-1][0], end)
+
+    def _calls(self, calls: Calls, *, marked: bool = True) -> Steps[bool]:
+        """Read calls and tell them. False if there is something else, which is told as content.
+
+        marked: by what no text has in it.
+        """
         read = self._read
         try:
             for call in calls:
@@ -157,7 +190,8 @@ class OutputParser:
         except Malformed as error:
             # Reading goes on where it stands: no text is looked at twice.
             reason = None if isinstance(error, NotACall) else str(error)
-            self._say(Content, read.text[read.start : read.at], reason)
+            cut = marked and read.ended and read.at == len(read.text)
+            self._say(Content, read.text[read.start : read.at], reason, unfinished=cut)
             read.done()
             return False
         read.done()
@@ -194,7 +228,8 @@ class MarkupParser(OutputParser):
                     return
                 fresh = True
             elif self._format:
-                fresh = yield from self._calls(self._format.read(self._read, marker))
+                calls = self._format.read(self._read, marker)
+                fresh = yield from self._calls(calls, marked=marker in self._format.opens)
 
     def _start(self) -> Steps[str | None]:
         """A marker that counts only at a line's start, at the output's start or after markup."""
@@ -213,10 +248,13 @@ class MarkupParser(OutputParser):
         read = self._read
         read.done()
         self._part()
+        begin = read.gone + read.at
         yield from read.skip_space()
         # Where the prompt opened the reasoning, some models open it once more.
         if self._inside and not self._said and (yield from read.accept(self._reasoning.opens)):
+            begin = read.gone + read.at
             yield from read.skip_space()
+        self.reasoned.append((begin, None))
         closed = yield from self._stream(Reasoning, Until((self._reasoning.closes,)))
         read.done()
         self._part()

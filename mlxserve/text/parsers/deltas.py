@@ -8,10 +8,12 @@ class Content:
     """A piece of the answer's text, never empty.
 
     reason: why this text, which began like a tool call, isn't one; None for ordinary text.
+    unfinished: it is markup that the output ended in: what cut the output off cut a call.
     """
 
     text: str
     reason: str | None = None
+    unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)

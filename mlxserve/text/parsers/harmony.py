@@ -45,6 +45,8 @@ class HarmonyParser(OutputParser):
                 read.at = read.start
                 yield from self._calls(self._message())
             if self._kind:
+                if self._kind is Reasoning:
+                    self.reasoned.append((read.gone + read.at, None))
                 marker = yield from self._stream(self._kind, self._until)
                 if marker is None:
                     return

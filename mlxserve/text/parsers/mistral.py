@@ -27,9 +27,9 @@ class Mistral(ToolFormat):
             return
         name = yield from read.name()
         call_id = None
-        if (yield from read.accept("[CALL_ID]")):
+        if (yield from read.optional("[CALL_ID]")):
             call_id = yield from read.name()
-        yield from read.accept("[ARGS]")
+        yield from read.optional("[ARGS]")
         arguments = yield from read.json()
         assert isinstance(arguments, dict)
         yield Call(name, arguments, call_id)

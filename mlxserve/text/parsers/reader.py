@@ -29,7 +29,8 @@ _IN_QUOTES = {
 class Reader:
     """The text so far and the place where reading stands.
 
-    at: the next character to read. start: where the markup that is being read begins.
+    at: the next character to read. start: where the markup that is being read begins. gone:
+    characters that came before `text`.
 
     Methods that are generators raise Malformed when the text doesn't go on as it must, when it ends
     early, or when the markup is over MAX_HELD_CHARS long. `at` is then where that was noticed.
@@ -39,6 +40,7 @@ class Reader:
         self.text = ""
         self.at = 0
         self.start = 0
+        self.gone = 0
         self.ended = False
         self._limit: int | None = None
 
@@ -53,6 +55,7 @@ class Reader:
         # Not a little at a time, since what is left is copied.
         if 2 * self.at >= len(self.text):
             self.text = self.text[self.at :]
+            self.gone += self.at
             self.at = 0
         self.start = self.at
 
@@ -136,14 +139,19 @@ class Reader:
                 return None
 
     def optional(self, *words: str) -> Steps[str | None]:
-        """As `accept`, after white space."""
+        """As `accept`, after white space. A word in which the text ends is consumed, too."""
         yield from self.skip_space()
-        return (yield from self.accept(*words))
+        word = yield from self.accept(*words)
+        if word is None and self._ends_in(words):
+            self.at = self.end
+        return word
 
     def expect(self, *words: str) -> Steps[str]:
         """Whichever of the words comes next, after white space."""
         yield from self.skip_space()
         if (word := (yield from self.accept(*words))) is None:
+            if self._ends_in(words):
+                yield from self.need_more()
             raise self.unexpected(" or ".join(map(repr, words)))
         return word
 
@@ -151,10 +159,14 @@ class Reader:
         """As `expect`, but the text may end before or in the word: what was wanted is complete."""
         yield from self.skip_space()
         if (yield from self.accept(*words)) is None:
-            rest = self.text[self.at : self.end]
-            if not any(word.startswith(rest) for word in words):
+            if not self._ends_in(words):
                 raise self.unexpected(" or ".join(map(repr, words)))
             self.at = self.end
+
+    def _ends_in(self, words: tuple[str, ...]) -> bool:
+        """Whether the text ends before or in one of the words."""
+        rest = self.text[self.at : self.end]
+        return self.ended and any(word.startswith(rest) for word in words)
 
     def find(self, *words: str) -> Steps[tuple[str, str]]:
         """The text before the first of the words, and that word. Both are consumed."""

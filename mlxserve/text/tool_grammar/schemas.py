@@ -61,7 +61,7 @@ def check_object(where: str, schema: Schema) -> None:
 
 def parameters_of(function: Mapping[str, Any]) -> Schema:
     """The schema of a tool's arguments."""
-    return function.get("parameters") or ANY_OBJECT
+    return {**ANY_OBJECT, **(function.get("parameters") or {})}
 
 
 def json_form(where: str, schema: Any) -> str:

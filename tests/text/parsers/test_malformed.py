@@ -6,10 +6,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlxserve.text.parsers import Content, Reasoning, ToolCall
+from mlxserve.text.parsers import Content, Reasoning, ToolCall, make_parser
 from mlxserve.text.parsers.reader import MAX_HELD_CHARS
 from mlxserve.text.parsers.values import MAX_DEPTH
-from tests.text.parsers.families import OUTPUTS, Output, calls_in, parse, text_in
+from tests.text.parsers.families import OUTPUTS, TOOLS, Output, calls_in, parse, text_in
 
 _BAR, _LOW = chr(0xFF5C), chr(0x2581)
 
@@ -98,6 +98,45 @@ def test_a_good_call_after_a_bad_one_is_read():
         deltas = parse(output, list(output.text))
         assert calls_in(deltas) == [("a", {})]
         assert text_in(deltas, Content) == bad
+
+
+def marked(name: str) -> bool:
+    """Whether calls begin with what no text has in it."""
+    starts = ("<|python_start|>", "<|tool_call_start|>")
+    bare = OUTPUTS[name].tool_format in ("llama3_json", "pythonic")
+    return not bare or any(start in OUTPUTS[name].text for start in starts)
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(OUTPUTS) if marked(name)])
+def test_wherever_an_output_is_cut_markup_is_told_to_be_unfinished(name: str):
+    output = OUTPUTS[name]
+    opening = "<|channel>thought\n" if output.reasoning_format == "gemma" else "\n<think>"
+    for i in range(len(output.text)):
+        if output.text[:i] in opening:
+            continue
+        parser = make_parser(
+            output.tool_format, output.reasoning_format, tools=TOOLS, prompt=output.prompt
+        )
+        deltas = parser.feed(output.text[:i]) + parser.finish()
+        content = [delta for delta in deltas if isinstance(delta, Content)]
+        certain = "".join(delta.text for delta in content if not delta.unfinished).rstrip()
+        # The first 3 characters of a marker are as likely text.
+        told = output.content.startswith(certain)
+        assert told or output.content.startswith(certain[:-3].rstrip())
+        assert all(delta.reason for delta in content if delta.unfinished)
+
+
+@pytest.mark.parametrize("name", sorted(OUTPUTS))
+def test_where_reasoning_is_told_to_be_is_all_of_it(name: str):
+    output = OUTPUTS[name]
+    parser = make_parser(
+        output.tool_format, output.reasoning_format, tools=TOOLS, prompt=output.prompt
+    )
+    for char in output.text:
+        parser.feed(char)
+    parser.finish()
+    told = [output.text[begin:end].strip() for begin, end in parser.reasoned]
+    assert "\n".join(filter(None, told)) == output.reasoning.strip()
 
 
 def test_calls_before_one_that_is_cut_off_are_read():
