@@ -252,7 +252,7 @@ def test_what_models_were_taught_is_allowed_and_read_back(tokenizer, tool_format
     text = written(tool_format, *calls, tokenizer=tokenizer)
     one_only = tool_format == "harmony" and len(calls) > 1  # its mark of a call ends the answer
     assert allowed(tokenizer, build(tool_format, tokenizer).calls(), text)[1] is not one_only
-    assert told(tool_format, text) == (calls, "", "")
+    assert one_only or told(tool_format, text) == (calls, "", "")
 
 
 @pytest.mark.parametrize("tool_format", FORMATS)
