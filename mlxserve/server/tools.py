@@ -12,8 +12,8 @@ from mlxserve.errors import RequestError
 from mlxserve.grammar import Grammar
 from mlxserve.report import show_json
 from mlxserve.server.problems import Problem
-from mlxserve.text.chat import check_messages
 from mlxserve.text.matcher import check_schema
+from mlxserve.text.messages import check_messages
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
