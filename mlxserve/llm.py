@@ -5,6 +5,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, overload
@@ -16,6 +17,7 @@ from mlxserve.cache import file as cache_file
 from mlxserve.cache import transfer
 from mlxserve.checks import checked_integer, from_names
 from mlxserve.config import EngineConfig
+from mlxserve.engine.cache_plan import cache_uses
 from mlxserve.engine.core import EngineStats, TokenSink
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.footprint import loaded_bytes
@@ -79,7 +81,12 @@ class LLM:
             on_progress("load", 0, None)
         cancelled = threading.Event()
         self._engine = Engine(
-            lambda: load_model(checkpoint.config, checkpoint.weights(), cancelled=cancelled.is_set),
+            lambda: load_model(
+                checkpoint.config,
+                checkpoint.weights(),
+                uses=partial(cache_uses, config=config),
+                cancelled=cancelled.is_set,
+            ),
             config,
             tokenizer=self.tokenizer,
             cancelled=cancelled,

@@ -13,6 +13,7 @@ COMMON_USES = (
     AttentionUse(32, 8, 128, "bfloat16"),  # Llama 3 8B, Mistral 7B
     AttentionUse(9, 3, 64, "float16"),  # SmolLM2 135M
     AttentionUse(4, 1, 256, "bfloat16", window=512),  # Gemma 3 1B
+    AttentionUse(32, 8, 128, "bfloat16", key_bits=8, value_bits=8),  # the first with --kv-bits 8
 )
 
 

@@ -20,6 +20,7 @@ from mlxserve.cache.spec import (
 from mlxserve.config import EngineConfig
 from mlxserve.kernels import attention, matmul, registry
 from mlxserve.kernels.pages import dtype_name
+from mlxserve.kernels.uses import AttentionUse
 from mlxserve.memory import (
     CachePlan,
     CacheShape,
@@ -28,6 +29,8 @@ from mlxserve.memory import (
     device_limit_bytes,
     plan_cache,
 )
+from mlxserve.models.base import Model
+from mlxserve.models.uses import attention_uses
 
 
 def cache_specs(specs: Sequence[LayerSpec], config: EngineConfig) -> list[LayerSpec]:
@@ -41,14 +44,26 @@ def cache_groups(
     specs: Sequence[LayerSpec], config: EngineConfig, page_tokens: int = PAGE_TOKENS
 ) -> list[LayerGroup]:
     """The same, in groups, with the form of their pages. Raises RequestError."""
-    bits = UNPACKED if config.kv_bits is None else KVBits.of(*settings.kv_bits(config.kv_bits))
-    return group_layers(cache_specs(specs, config), bits, page_tokens)
+    return group_layers(cache_specs(specs, config), cache_bits(config), page_tokens)
+
+
+def cache_bits(config: EngineConfig) -> KVBits:
+    """Of sealed pages."""
+    return UNPACKED if config.kv_bits is None else KVBits.of(*settings.kv_bits(config.kv_bits))
 
 
 def cache_dtype(model: mx.Dtype, config: EngineConfig) -> mx.Dtype:
     """Of keys and values that aren't packed: the model's, or one of 16 bits if that was asked."""
     narrow = config.kv_bits is not None and 16 in settings.kv_bits(config.kv_bits)
     return mx.float16 if narrow and model == mx.float32 else model
+
+
+def cache_uses(
+    model: Model, dtype: mx.Dtype, config: EngineConfig
+) -> dict[AttentionUse, list[int]]:
+    """What the layers ask of attention over this cache. dtype: that the model computes in."""
+    specs = cache_specs(model.layer_specs(), config)
+    return attention_uses(model, cache_dtype(dtype, config), specs, cache_bits(config))
 
 
 def step_tokens(config: EngineConfig) -> int:

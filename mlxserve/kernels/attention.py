@@ -11,7 +11,9 @@ import numpy as np
 
 from mlxserve import device
 from mlxserve.kernels.metal.launch import Runner
-from mlxserve.kernels.metal.paged_attention import DecodePlan, decode_attention
+from mlxserve.kernels.metal.packed_attention import part_pages
+from mlxserve.kernels.metal.paged_attention import decode_attention
+from mlxserve.kernels.metal.plan import DecodePlan
 from mlxserve.kernels.pages import (
     PAGE_TOKENS,
     PackedPages,
@@ -22,6 +24,7 @@ from mlxserve.kernels.pages import (
     dtype_name,
     pack_keys,
     pack_values,
+    packed_bits,
     page_tokens,
     unpack_keys,
     unpack_values,
@@ -54,7 +57,7 @@ class PagedRows:
         self.pages = np.ascontiguousarray(pages, np.int32)
         self.page_tokens = page_tokens
         self._handle: Any = None
-        self._plans: dict[int | None, DecodePlan] = {}
+        self._plans: dict[tuple[int | None, int], DecodePlan] = {}
 
     @cached_property
     def arrays(self) -> tuple[mx.array, mx.array]:
@@ -67,12 +70,13 @@ class PagedRows:
             self._handle = kernels.PagedRows(self.table, self.pages, self.page_tokens)
         return self._handle
 
-    def decode_plan(self, window: int | None) -> DecodePlan:
-        """The Metal kernel's form of the rows of one token."""
-        if window not in self._plans:
+    def decode_plan(self, window: int | None, packed_pages: int = 0) -> DecodePlan:
+        """The Metal kernels' form of the rows of one token. packed_pages: see `DecodePlan`."""
+        key = window, packed_pages
+        if key not in self._plans:
             single = self.table[self.table[:, 1] == 1]
-            self._plans[window] = DecodePlan(single, self.pages, window)
-        return self._plans[window]
+            self._plans[key] = DecodePlan(single, self.pages, window, packed_pages)
+        return self._plans[key]
 
     @cached_property
     def rows(self) -> list["RowPages"]:
@@ -147,19 +151,19 @@ def paged_attention(
     `keep` is negative or has no window beside it, or (native) any shape, dtype or page id doesn't
     fit or a query sees keys of pages that its row doesn't have.
 
-    The Metal kernel serves rows of one token over pages of 64 that aren't packed and have two
-    sides, without `keep`. Neither kernel holds a matrix of scores (online softmax, Milakov and
-    Gimelshein 2018, arXiv:1805.02867); the native one gives a query the same bits alone, in a batch
-    and in any chunk.
+    The Metal kernels serve rows of one token over pages of 64 that have two sides, without `keep`
+    and without packed values beside plain keys. No kernel holds a matrix of scores (online softmax,
+    Milakov and Gimelshein 2018, arXiv:1805.02867); the native one gives a query the same bits
+    alone, in a batch and in any chunk.
     """
     how = Options(scale, window, keep, sinks, softcap)
     if (kernels := native("attention")) is not None:
         return _native(kernels, q, hot, pool, rows, how)
-    plain = tuple(side for side in pool if isinstance(side, mx.array))
-    if len(plain) == 2 and rows.page_tokens == PAGE_TOKENS:
+    if len(hot) == len(pool) == 2 and rows.page_tokens == PAGE_TOKENS:
         sizes = q.shape[1], hot[0].shape[1], q.shape[2], hot[0].dtype
-        if (run := metal(use(*sizes, window, softcap, sinks is not None, keep))) is not None:
-            return _metal(run, q, hot, plain, rows, how)
+        asked = use(*sizes, window, softcap, sinks is not None, keep, *packed_bits(pool))
+        if (run := metal(asked)) is not None:
+            return _metal(run, q, hot, pool, rows, how)
     return _reference(q, hot, pool, rows, how)
 
 
@@ -173,9 +177,12 @@ def use(
     softcap: float | None,
     sinks: bool,
     keep: int,
+    key_bits: int,
+    value_bits: int,
 ) -> AttentionUse:
-    """What a layer of such sizes asks of the op; dtype: of its cache."""
-    return AttentionUse(q_heads, kv_heads, dim, dtype_name(dtype), window, softcap, sinks, keep)
+    """What a layer of such sizes asks of the op; dtype: of its cache, where that isn't packed."""
+    name, bits = dtype_name(dtype), (key_bits, value_bits)
+    return AttentionUse(q_heads, kv_heads, dim, name, window, softcap, sinks, keep, *bits)
 
 
 def _native(
@@ -199,15 +206,15 @@ def _metal(
     run: Runner,
     q: mx.array,
     hot: Sides,
-    pool: Sides,
+    pool: PoolSides,
     rows: PagedRows,
     how: Options,
 ) -> mx.array:
-    """Rows of one token by the kernel, longer ones by the reference."""
+    """Rows of one token by the kernels, longer ones by the reference."""
     single = rows.table[:, 1] == 1
     outs, tokens = [], []
     if single.any():
-        plan = rows.decode_plan(how.window)
+        plan = rows.decode_plan(how.window, part_pages(*packed_bits(pool)))
         options = {"scale": how.scale, "sinks": how.sinks, "softcap": how.softcap}
         outs.append(decode_attention(q, hot, pool, plan, run=run, **options))
         tokens.append(rows.table[single, 0])

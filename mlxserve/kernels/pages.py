@@ -124,6 +124,18 @@ def values_like(pool: Pool, values: mx.array) -> Pool:
     return pack_values(values, _value_bits(pool)) if isinstance(pool, PackedPages) else values
 
 
+def packed_bits(pool: PoolSides) -> tuple[int, int]:
+    """Of keys and of values in pages of 64 tokens, 0 where they are plain.
+
+    By two shapes alone, since every layer of a step asks: that arrays fit isn't checked.
+    """
+    keys, values = pool
+    return (
+        keys.codes.shape[-1] * 32 // PAGE_TOKENS if isinstance(keys, PackedPages) else 0,
+        values.codes.shape[-1] // values.scales.shape[-1] if isinstance(values, PackedPages) else 0,
+    )
+
+
 def _key_bits(packed: PackedPages, tokens: int) -> int:
     return _bits("keys", packed, packed.codes.shape[:3], tokens)
 

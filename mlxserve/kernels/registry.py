@@ -197,8 +197,7 @@ def _decide_metal(
         return replace(_decision(OP).choice, use=use)
     if asked == "reference":
         return Choice(OP, "reference", "asked for by MLXSERVE_KERNELS", use)
-    dtype = getattr(mx, use.dtype)
-    if reason := paged_attention.unsupported(use.q_heads, use.kv_heads, use.dim, dtype, use.keep):
+    if reason := paged_attention.unsupported(use):
         if asked == "metal":
             raise RequestError(f"MLXSERVE_KERNELS asks for metal {OP}: {reason}")
         return Choice(OP, "reference", reason, use, unsupported=True)

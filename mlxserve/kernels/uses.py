@@ -11,7 +11,8 @@ class AttentionUse:
 
     q_heads, kv_heads, dim: of queries, of keys and values, of each head; dtype: the cache's, by
     MLX's name; window, softcap: None where there is none; sinks: whether the layers have them;
-    keep: how many first tokens are seen beside the window.
+    keep: how many first tokens are seen beside the window; key_bits, value_bits: of packed pages, 0
+    where they aren't packed.
     """
 
     q_heads: int
@@ -22,6 +23,8 @@ class AttentionUse:
     softcap: float | None = None
     sinks: bool = False
     keep: int = 0
+    key_bits: int = 0
+    value_bits: int = 0
 
     def __str__(self) -> str:
         parts = [f"{self.q_heads}/{self.kv_heads}/{self.dim} {self.dtype}"]
@@ -33,4 +36,6 @@ class AttentionUse:
             parts.append("sinks")
         if self.keep:
             parts.append(f"keep {self.keep}")
+        if self.key_bits or self.value_bits:
+            parts.append(f"packed {self.key_bits or 16}/{self.value_bits or 16}")
         return ", ".join(parts)

@@ -25,6 +25,7 @@ from mlxserve.models.uses import attention_uses
 logger = logging.getLogger(__name__)
 
 Prepare = Callable[[mx.array | PackedWeight, mx.Dtype], Weight]
+Uses = Callable[[Model, mx.Dtype], dict[AttentionUse, list[int]]]
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPUTE_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -37,6 +38,7 @@ def load_model(
     *,
     compute_dtype: mx.Dtype | None = None,
     prepare: Prepare = matmul.prepare,
+    uses: Uses = attention_uses,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Model:
     """The model of `config` with `weights` installed and evaluated: any thread may run it.
@@ -45,8 +47,9 @@ def load_model(
         source is freed once its layer is converted: the peak is the model plus the largest group.
     compute_dtype: float32, float16 or bfloat16 for activations, and for dense weights on Metal.
         None keeps the checkpoint's own type on Metal and takes float32 on CPU.
-    cancelled: asked now and then; once it is true, loading ends with ModelError.
     prepare: the form in which this device computes with a matrix.
+    uses: what the layers will ask of attention, of a model that computes in such a dtype.
+    cancelled: asked now and then; once it is true, loading ends with ModelError.
 
     Raises ModelError for an unsupported config, and, naming the tensors, for weights that are
     missing, unexpected, of another shape or not floating.
@@ -66,7 +69,7 @@ def load_model(
     dtype = compute_dtype or activation_dtype(
         pending, metal=device.has_metal(), float16_safe=model.float16_safe
     )
-    _choose_kernels(model, dtype, cancelled)
+    _choose_kernels(uses, model, dtype, cancelled)
     weights.clear()
     for names in _groups(expected):
         if cancelled():
@@ -91,13 +94,15 @@ def kernel_uses(config: Mapping[str, Any], weights: Weights) -> dict[AttentionUs
     return attention_uses(model, dtype)
 
 
-def _choose_kernels(model: Model, dtype: mx.Dtype, cancelled: Callable[[], bool]) -> None:
+def _choose_kernels(
+    uses: Uses, model: Model, dtype: mx.Dtype, cancelled: Callable[[], bool]
+) -> None:
     """Decide on Metal kernels while the GPU is idle and memory free, before weights are there."""
     if runner() is None:
         return
-    uses = attention_uses(model, dtype)
-    choices = registry.choose(uses, cancelled=cancelled)
-    for (use, layers), choice in zip(uses.items(), choices, strict=True):
+    found = uses(model, dtype)
+    choices = registry.choose(found, cancelled=cancelled)
+    for (use, layers), choice in zip(found.items(), choices, strict=True):
         how = f"{choice.op} is {choice.implementation} ({choice.reason})"
         level = logging.WARNING if choice.unsupported else logging.INFO
         logger.log(level, "layers %s, %s: %s", ", ".join(map(str, layers)), use, how)

@@ -4,20 +4,26 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from mlxserve.cache.spec import Latent, LayerSpec, State
+from mlxserve.cache.spec import UNPACKED, KVBits, Latent, LayerSpec, State
 from mlxserve.errors import ModelError
 from mlxserve.kernels import attention
 from mlxserve.kernels.uses import AttentionUse
 from mlxserve.models.base import Model
 
 
-def attention_uses(model: Model, dtype: mx.Dtype) -> dict[AttentionUse, list[int]]:
-    """The layers of each use of attention over keys and values. dtype: theirs.
+def attention_uses(
+    model: Model,
+    dtype: mx.Dtype,
+    specs: Sequence[LayerSpec] | None = None,
+    bits: KVBits = UNPACKED,
+) -> dict[AttentionUse, list[int]]:
+    """The layers of each use of attention over keys and values.
 
-    So every architecture says what it does, and not what it is declared to do. Nothing is computed,
-    and placeholders do for weights.
+    dtype: theirs, where they aren't packed; specs: what the cache keeps, None for the model's own;
+    bits: of sealed pages. So every architecture says what it does, and not what it is declared to
+    do. Nothing is computed, and placeholders do for weights.
     """
-    view = Trace(model.layer_specs(), dtype)
+    view = Trace(model.layer_specs() if specs is None else specs, dtype, bits)
     model(mx.zeros(1, mx.int32), view)
     return view.uses
 
@@ -29,11 +35,14 @@ class Trace:
     queries; made: numbers in the queries and keys that it attends with, and in what it gets back.
     """
 
-    def __init__(self, specs: list[LayerSpec], dtype: mx.Dtype) -> None:
+    def __init__(
+        self, specs: Sequence[LayerSpec], dtype: mx.Dtype, bits: KVBits = UNPACKED
+    ) -> None:
         self.positions = mx.zeros(1, mx.int32)
         self.spans = ((0, 1),)
         self.specs = specs
         self.dtype = dtype
+        self.bits = bits
         self.uses: dict[AttentionUse, list[int]] = {}
         self.heads: dict[int, int] = {}
         self.dims: dict[int, int] = {}
@@ -60,11 +69,12 @@ class TracedLayer:
         sinks: mx.array | None = None,
         softcap: float | None = None,
     ) -> mx.array:
-        spec, dtype = self.trace.specs[self.index], self.trace.dtype
+        spec, bits = self.trace.specs[self.index], self.trace.bits
         if isinstance(spec, State):
             raise ModelError(f"layer {self.index} attends, and keeps states only")
-        heads = q.shape[1], k.shape[1], q.shape[2]
-        asked = attention.use(*heads, dtype, spec.window, softcap, sinks is not None, spec.keep)
+        sizes = q.shape[1], k.shape[1], q.shape[2], self.trace.dtype
+        how = spec.window, softcap, sinks is not None, spec.keep
+        asked = attention.use(*sizes, *how, bits.keys, bits.values)
         self.trace.uses.setdefault(asked, []).append(self.index)
         self._take_down(q, k)
         return q

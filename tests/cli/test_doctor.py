@@ -127,10 +127,11 @@ def test_kernels_that_fail_are_reported_and_make_the_exit_code_1(cli):
     done = cli("doctor", "--kernels", **stand_in("broken"))
     assert done.code == 1
     lines = [line for line in done.stdout.splitlines() if line.startswith("attention ")]
-    for line, use in zip(lines, ("32/8/128 bfloat16", "9/3/64 ", "4/1/256 "), strict=True):
+    uses = ("32/8/128 bfloat16", "9/3/64 ", "4/1/256 ", "packed 8/8")
+    for line, use in zip(lines, uses, strict=True):
         assert use in line
         assert " failed  reference  the Metal kernel failed its check: RuntimeError: " in line
-    assert done.stderr.count("please report this line") == 3
+    assert done.stderr.count("please report this line") == 4
 
 
 def test_kernels_of_a_model(cli, tiny_model_dir):

@@ -25,10 +25,10 @@ KEY = "a-secret-key"
 # What the clients themselves say of a status, and of the parameter at fault.
 OPENAI_ERRORS = {
     "bad value": ("BadRequestError", 400, "top_p is 7.0", "top_p", None),
-    "wrong type": ("BadRequestError", 400, "seed: Expected", "seed", None),
+    "wrong type": ("BadRequestError", 400, "it must be a whole number", "seed", None),
     "wrong key": ("AuthenticationError", 401, "key isn't known", None, "invalid_api_key"),
-    "no such model": ("NotFoundError", 404, "'other' isn't served", "model", "model_not_found"),
-    "no such path": ("NotFoundError", 404, "POST /v1/embeddings is nothing here", None, None),
+    "no such model": ("NotFoundError", 404, "served here; this is", "model", "model_not_found"),
+    "no such path": ("NotFoundError", 404, "/v1/embeddings is nothing here", None, None),
     "too big": (None, 413, "larger than 50000 bytes", None, None),
     "too long": ("BadRequestError", 400, "model can take", None, "context_length_exceeded"),
     "too many": ("RateLimitError", 429, "over 1 requests", None, "rate_limit_exceeded"),
@@ -38,14 +38,14 @@ LITELLM_ERRORS = {
     "bad value": ("BadRequestError", "top_p is 7.0"),
     "too long": ("ContextWindowExceededError", "model can take 2047"),
     "wrong key": ("AuthenticationError", "key isn't known"),
-    "no such model": ("NotFoundError", "'other' isn't served"),
+    "no such model": ("NotFoundError", "served here; this is"),
     "too big": ("BadRequestError", "larger than 50000 bytes"),
     "too many": ("RateLimitError", "over 1 requests"),
 }
 LLM_ERRORS = {
     "bad value": "max_tokens is 0",
     "wrong key": "key isn't known",
-    "no such model": "'other' isn't served",
+    "no such model": "served here; this is",
     "too big": "larger than 50000 bytes",
 }
 

@@ -12,6 +12,7 @@ from mlxserve.kernels.uses import AttentionUse
 from tests.support.stand_ins.right import compute
 
 USE = AttentionUse(6, 2, 64, "bfloat16", window=256, softcap=3.0, sinks=True)
+PACKED = replace(USE, key_bits=8, value_bits=4)
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +30,9 @@ def reference(monkeypatch):
     AttentionUse(4, 1, 256, "bfloat16", window=512),
     AttentionUse(8, 8, 192, "bfloat16", sinks=True),
     AttentionUse(2, 1, 72, "float16", window=1),
+    PACKED,
+    AttentionUse(9, 3, 80, "float16", key_bits=4, value_bits=4),
+    AttentionUse(4, 1, 256, "bfloat16", window=512, key_bits=8),
 ], ids=str)  # fmt: skip
 def test_what_is_right_passes_within_the_rounding(use):
     spacing = 2.0**-10 if use.dtype == "float16" else 2.0**-7
@@ -94,6 +98,33 @@ def test_what_is_wrong_is_found(kernel, mutate):
 
     with pytest.raises(ArithmeticError, match="away from its reference"):
         attention_check.check(USE, run)
+
+
+def packed(number, edit):
+    """The launch over packed pages, edited likewise."""
+    return "packed_attention", lambda launch: edited(launch, number, edit)
+
+
+PACKED_MUTANTS = {
+    "the window begins late": packed(7, column(LOW, lambda t, p, low, *_: low + (p > low))),
+    "the window begins early": packed(7, column(LOW, lambda t, p, low, *_: low - (low > 0))),
+    "other scales of keys": packed(2, lambda scales: scales * np.float16(1.1)),
+    "other scales of values": packed(5, lambda scales: scales * np.float16(1.1)),
+    "codes of values from another token": packed(4, lambda codes: np.roll(codes, 1, axis=2)),
+    "pages in another order": packed(9, lambda pages: np.roll(pages, 1)),
+    "no softcap": ("packed_attention", without("SOFTCAP")),
+    "no newer parts": ("paged_attention_merge", without("NEWER")),
+    "no newest part": merge(5, column(ITEMS, lambda *row: 0 * row[ITEMS])),
+}
+
+
+@pytest.mark.parametrize(("kernel", "mutate"), PACKED_MUTANTS.values(), ids=PACKED_MUTANTS)
+def test_what_is_wrong_with_packed_pages_is_found(kernel, mutate):
+    def run(launch):
+        return compute(mutate(launch) if launch.kernel.name == kernel else launch)
+
+    with pytest.raises(ArithmeticError, match="away from its reference"):
+        attention_check.check(PACKED, run)
 
 
 def test_outputs_that_are_not_numbers_are_found():

@@ -6,7 +6,9 @@ import pytest
 
 from mlxserve.kernels import selfcheck
 from mlxserve.kernels.metal import launch
-from mlxserve.kernels.metal.paged_attention import DecodePlan, decode_attention
+from mlxserve.kernels.metal.packed_attention import part_pages
+from mlxserve.kernels.metal.paged_attention import decode_attention
+from mlxserve.kernels.metal.plan import DecodePlan
 from mlxserve.kernels.uses import AttentionUse
 from tests.kernels.paged import Paged
 
@@ -18,6 +20,10 @@ USES = [
     AttentionUse(4, 1, 256, "bfloat16", window=512),
     AttentionUse(8, 8, 80, "float16", softcap=50.0),
     AttentionUse(64, 8, 64, "bfloat16", window=128, sinks=True),
+    AttentionUse(32, 8, 128, "bfloat16", key_bits=8, value_bits=8),
+    AttentionUse(9, 3, 64, "float16", key_bits=4, value_bits=4),
+    AttentionUse(4, 1, 256, "bfloat16", window=512, key_bits=8, value_bits=4),
+    AttentionUse(8, 8, 80, "float16", softcap=50.0, sinks=True, key_bits=4),
 ]
 POSITIONS = (0, 63, 64, 127, 255, 256, 257, 900, 3000)
 
@@ -26,13 +32,14 @@ POSITIONS = (0, 63, 64, 127, 255, 256, 257, 900, 3000)
 def test_decode_attention(use):
     dtype = getattr(mx, use.dtype)
     rows = [(position, 1) for position in POSITIONS]
-    paged = Paged(rows, use.kv_heads, use.dim, window=use.window, dtype=dtype)
+    bits = use.key_bits or None, use.value_bits or None
+    paged = Paged(rows, use.kv_heads, use.dim, window=use.window, dtype=dtype, bits=bits)
     rng = np.random.default_rng(1)
     q = mx.array(rng.normal(size=(len(rows), use.q_heads, use.dim)).astype(np.float32))
     q = q.astype(dtype)
     sinks = rng.normal(size=use.q_heads).astype(np.float32) if use.sinks else None
     how = {"scale": use.dim**-0.5, "softcap": use.softcap}
-    plan = DecodePlan(paged.described.table, paged.described.pages, use.window)
+    plan = paged.described.decode_plan(use.window, part_pages(use.key_bits, use.value_bits))
     got = decode_attention(
         q,
         paged.hot,

@@ -26,6 +26,7 @@ from tests.support.tiny import tiny_gemma3, tiny_llama
 PLAIN = AttentionUse(2, 1, 64, "bfloat16", window=100)
 FULL = AttentionUse(1, 1, 64, "bfloat16")
 EVERY_OPTION = AttentionUse(4, 2, 72, "float16", window=100, softcap=5.0, sinks=True)
+PACKED = AttentionUse(4, 2, 64, "float16", key_bits=8, value_bits=4)
 GOOD = Verdict("", 1e-4, (Timing(1, 512, 1e-5, 2e-5),))
 
 
@@ -61,7 +62,7 @@ def choose(use, **options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("use", [FULL, EVERY_OPTION], ids=str)
+@pytest.mark.parametrize("use", [FULL, EVERY_OPTION, PACKED], ids=str)
 def test_a_kernel_that_is_right_and_fast_is_used(gpu, caplog, use):
     stand_in = gpu("right")
     assert registry.metal(use) is None  # before it was chosen
@@ -189,6 +190,7 @@ def test_unsupported_uses_have_the_reference_by_name(gpu, no_check, monkeypatch)
     for use, reason in (
         (AttentionUse(4, 2, 48, "float16"), "head dim 48 is none of 64, 72, 80"),
         (AttentionUse(4, 2, 64, "float32"), "a cache in float32 isn't float16 or bfloat16"),
+        (AttentionUse(4, 2, 64, "float16", value_bits=8), "keys in 16 bits beside values in 8"),
     ):
         choice = choose(use)
         assert (choice.implementation, choice.failed) == ("reference", False)

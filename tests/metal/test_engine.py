@@ -1,15 +1,18 @@
 """Whole requests through the Metal attention: joining, leaving, prompts between decoding rows."""
 
 import queue
+from functools import partial
 
 import mlx.core as mx
 import pytest
 
 from mlxserve.config import EngineConfig
+from mlxserve.engine.cache_plan import cache_uses
 from mlxserve.engine.core import Core
 from mlxserve.kernels import registry
 from mlxserve.models.load import load_model
 from mlxserve.types import Request, SamplingParams
+from tests.support.stand_ins import emulated
 from tests.support.tiny import prompt, tiny_gemma3, tiny_llama, tiny_mistral
 
 pytestmark = pytest.mark.full
@@ -28,13 +31,19 @@ def choices_anew():
     registry.forget()
 
 
-def answers(monkeypatch, tiny, kernels, stand_in):
+def answers(monkeypatch, tiny, kernels, stand_in, **options):
     """Of rows of unequal lengths, in bfloat16: tokens with their log-probabilities."""
     monkeypatch.setenv("MLXSERVE_KERNELS", kernels)
     monkeypatch.setenv("MLXSERVE_METAL_STAND_IN", stand_in)
     registry.forget()
-    model = load_model(tiny.config, dict(tiny.weights), compute_dtype=mx.bfloat16)
-    core = Core(model, EngineConfig(max_batch=4, max_batched_tokens=48))
+    config = EngineConfig(max_batch=4, max_batched_tokens=48, **options)
+    model = load_model(
+        tiny.config,
+        dict(tiny.weights),
+        compute_dtype=mx.bfloat16,
+        uses=partial(cache_uses, config=config),
+    )
+    core = Core(model, config)
     asked = [
         Request(
             id=f"r{i}",
@@ -56,12 +65,32 @@ def answers(monkeypatch, tiny, kernels, stand_in):
     return got
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_answers_are_those_of_the_reference(monkeypatch, name):
+@pytest.fixture
+def launched(monkeypatch):
+    """Names of the kernels that were launched."""
+    names, run = set(), emulated.run
+
+    def take_down(launch):
+        names.add(launch.kernel.name)
+        return run(launch)
+
+    monkeypatch.setattr(emulated, "run", take_down)
+    return names
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    *((name, {}) for name in MODELS),
+    ("llama", {"kv_bits": 8}),
+    ("windows", {"kv_bits": "8/4"}),
+    ("llama", {"max_kv_size": 100}),
+], ids=str)  # fmt: skip
+def test_answers_are_those_of_the_reference(monkeypatch, launched, name, options):
     tiny = MODELS[name]()
-    emulated = "tests.support.stand_ins.emulated"
-    got = answers(monkeypatch, tiny, "reference,attention=metal", emulated)
-    expected = answers(monkeypatch, tiny, "reference", "")
+    metal = "reference,attention=metal"
+    got = answers(monkeypatch, tiny, metal, emulated.__name__, **options)
+    packed = {"packed_attention"} if "kv_bits" in options else set()
+    assert launched == {"paged_attention", "paged_attention_merge"} | packed
+    expected = answers(monkeypatch, tiny, "reference", "", **options)
     for request, tokens in expected.items():
         # Up to where rounding may have led to another token.
         for (token, logprob), (want, wanted) in zip(got[request], tokens, strict=False):
@@ -72,7 +101,7 @@ def test_answers_are_those_of_the_reference(monkeypatch, name):
 
 
 def test_a_model_that_the_kernel_cannot_serve_is_refused_by_name_where_it_is_asked_for(monkeypatch):
-    monkeypatch.setenv("MLXSERVE_METAL_STAND_IN", "tests.support.stand_ins.emulated")
+    monkeypatch.setenv("MLXSERVE_METAL_STAND_IN", emulated.__name__)
     monkeypatch.setenv("MLXSERVE_KERNELS", "reference,attention=metal")
     registry.forget()
     tiny = tiny_llama(head_dim=32, **LONG)

@@ -8,6 +8,9 @@ import pytest
 
 from mlxserve.kernels import attention
 from mlxserve.kernels.metal import paged_attention
+from mlxserve.kernels.metal.paged_attention import Found
+from mlxserve.kernels.metal.plan import DecodePlan
+from mlxserve.kernels.uses import AttentionUse
 from tests.kernels.paged import Paged
 from tests.support.metal import emulate, generated_source, mlx_source
 from tests.support.metal.clang import has_fused_multiply_add
@@ -147,21 +150,29 @@ def test_the_source_that_mlx_generates_is_the_one_that_is_emulated():
     cache = Paged(FEW, 2, 64, dtype=mx.bfloat16)
     q = mx.zeros((2, 6, 64), mx.bfloat16)
     plan = cache.described.decode_plan(None)
-    first = paged_attention.parts(q, cache.hot, cache.pool, plan, scale=1.0, softcap=2.0)
-    partial, tops = (mx.zeros(shape) for shape in first.shapes)
-    second = paged_attention.merge(partial, tops, plan, mx.zeros(6, mx.bfloat16), mx.bfloat16)
-    for launch in (first, second):
+    parts = paged_attention.parts(q, cache.hot, cache.pool, plan, scale=1.0, softcap=2.0)
+    found = [Found(*map(mx.zeros, launch.shapes), rows) for launch, rows in parts]
+    merge = paged_attention.merge(found, plan.count, mx.zeros(6, mx.bfloat16), mx.bfloat16)
+    for launch in (*(launch for launch, _ in parts), merge):
         assert generated_source(launch) == mlx_source(launch)
 
 
-def test_layers_that_it_cannot_serve_are_named():
-    assert paged_attention.unsupported(9, 3, 64, mx.float16) == ""
-    assert "head dim 60" in paged_attention.unsupported(9, 3, 60, mx.float16)
-    assert "float32" in paged_attention.unsupported(9, 3, 64, mx.float32)
-    assert "10 query heads" in paged_attention.unsupported(10, 3, 64, mx.float16)
+@pytest.mark.parametrize(("use", "reason"), [
+    (AttentionUse(9, 3, 64, "float16"), ""),
+    (AttentionUse(9, 3, 60, "float16"), "head dim 60"),
+    (AttentionUse(9, 3, 64, "float32"), "float32"),
+    (AttentionUse(10, 3, 64, "float16"), "10 query heads"),
+    (AttentionUse(9, 3, 64, "float16", window=64, keep=4), "the first 4 tokens"),
+    (AttentionUse(9, 3, 64, "float16", key_bits=8, value_bits=4), ""),
+    (AttentionUse(9, 3, 64, "float16", key_bits=8), ""),
+    (AttentionUse(9, 3, 64, "float16", value_bits=8), "keys in 16 bits beside values in 8"),
+])  # fmt: skip
+def test_layers_that_it_cannot_serve_are_named(use, reason):
+    named = paged_attention.unsupported(use)
+    assert reason in named if reason else named == ""
 
 
 def test_rows_of_several_tokens_are_refused_by_the_plan():
     cache = Paged([(5, 3)], 1, 64)
     with pytest.raises(ValueError, match="rows of one token, got 3"):
-        paged_attention.DecodePlan(cache.described.table, cache.described.pages, None)
+        DecodePlan(cache.described.table, cache.described.pages, None)

@@ -3,6 +3,8 @@
 import mlx.core as mx
 import pytest
 
+from mlxserve.config import EngineConfig
+from mlxserve.engine.cache_plan import cache_uses
 from mlxserve.kernels.uses import AttentionUse
 from mlxserve.models.registry import build
 from mlxserve.models.uses import attention_uses
@@ -20,6 +22,18 @@ from tests.support.tiny import tiny_gemma3, tiny_llama, tiny_mistral, tiny_qwen3
 ], ids=["llama", "mistral", "qwen3", "gemma3"])  # fmt: skip
 def test_uses_follow_the_config(tiny, expected):
     assert attention_uses(build(tiny.config), mx.float16) == expected
+
+
+@pytest.mark.parametrize(("options", "dtype", "expected"), [
+    ({"kv_bits": "8/4"}, mx.float16, {"key_bits": 8, "value_bits": 4}),
+    ({"kv_bits": "4/16"}, mx.float16, {"key_bits": 4}),
+    ({"kv_bits": 16}, mx.float32, {}),  # a cache in 16 bits where the model computes in 32
+    ({"max_kv_size": 100, "keep": 4}, mx.float16, {"window": 96, "keep": 4}),
+])  # fmt: skip
+def test_uses_follow_the_settings_of_the_cache(options, dtype, expected):
+    model, config = build(tiny_llama().config), EngineConfig(**options)
+    use = AttentionUse(4, 2, 16, "float16", **expected)
+    assert cache_uses(model, dtype, config) == {use: [0, 1]}
 
 
 def test_a_trace_computes_nothing():

@@ -13,8 +13,18 @@ import numpy as np
 
 from mlxserve.kernels.attention import PagedRows, paged_attention
 from mlxserve.kernels.metal.launch import Runner
-from mlxserve.kernels.metal.paged_attention import DecodePlan, decode_attention
-from mlxserve.kernels.pages import PAGE_TOKENS, Sides
+from mlxserve.kernels.metal.packed_attention import part_pages
+from mlxserve.kernels.metal.paged_attention import decode_attention
+from mlxserve.kernels.metal.plan import DecodePlan
+from mlxserve.kernels.pages import (
+    PAGE_TOKENS,
+    Pool,
+    PoolSides,
+    Sides,
+    empty_pool,
+    pack_keys,
+    pack_values,
+)
 from mlxserve.kernels.registry import check_close
 from mlxserve.kernels.uses import AttentionUse
 from mlxserve.kernels.verdicts import Timing
@@ -22,7 +32,7 @@ from mlxserve.kernels.verdicts import Timing
 # One unit in the last place of the largest number: the kernel rounds once, by half of that.
 TOLERANCE = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 # The first token, one page, around a page's end, around the end of a part, and several parts.
-POSITIONS = (0, 5, 63, 64, 200, 255, 256, 700)
+POSITIONS = (0, 5, 63, 64, 200, 255, 256, 700, 1100)
 CHECKED_WINDOW = 300  # the most: it is no part of what is compiled, and cuts POSITIONS
 CONTEXTS = (512, 4096)
 ROWS = (1, 8)
@@ -41,8 +51,8 @@ class _Layout(NamedTuple):
 def check(use: AttentionUse, run: Runner) -> float:
     """The largest error in any of several ragged rows, as a share of the row's largest output.
 
-    What no query may see is NaN. The reference is computed in float32, and by the CPU. Raises
-    ArithmeticError where the kernel differs, and whatever `run` raises.
+    What no query may see is NaN, or large. The reference is computed in float32, and by the CPU.
+    Raises ArithmeticError where the kernel differs, and whatever `run` raises.
     """
     rng = np.random.default_rng(0)
     window = None if use.window is None else min(use.window, CHECKED_WINDOW)
@@ -55,10 +65,11 @@ def check(use: AttentionUse, run: Runner) -> float:
     how: Any = {"scale": use.dim**-0.5, "sinks": sinks, "softcap": use.softcap}
     with mx.stream(mx.cpu):
         rows = PagedRows(layout.table, layout.pages)
-        wide_q, wide_hot, wide_pool = q.astype(mx.float32), _wide(hot), _wide(pool)
+        wide_q, wide_hot = q.astype(mx.float32), tuple(x.astype(mx.float32) for x in hot)
+        wide_pool = tuple(x.astype(mx.float32) if isinstance(x, mx.array) else x for x in pool)
         expected = paged_attention(wide_q, wide_hot, wide_pool, rows, **how, window=window)
         mx.eval(expected)
-    plan = DecodePlan(layout.table, layout.pages, window)
+    plan = _plan(use, layout, window)
     got = decode_attention(q, hot, pool, plan, **how, run=run)
     return max(  # row by row: the longer a row, the smaller what comes out
         check_close("attention", got_row, row, TOLERANCE[use.dtype])
@@ -66,8 +77,9 @@ def check(use: AttentionUse, run: Runner) -> float:
     )
 
 
-def _wide(kv: Sides) -> Sides:
-    return kv[0].astype(mx.float32), kv[1].astype(mx.float32)
+def _plan(use: AttentionUse, layout: _Layout, window: int | None) -> DecodePlan:
+    packed_pages = part_pages(use.key_bits, use.value_bits)
+    return DecodePlan(layout.table, layout.pages, window, packed_pages)
 
 
 def measure(use: AttentionUse, run: Runner) -> list[Timing]:
@@ -78,16 +90,18 @@ def measure(use: AttentionUse, run: Runner) -> list[Timing]:
 def _measure(use: AttentionUse, run: Runner, tokens: int, rows: int) -> Timing:
     layout = _layout([tokens - 1] * rows, use.window, np.random.default_rng(0))
     described = PagedRows(layout.table, layout.pages)
-    plan = DecodePlan(layout.table, layout.pages, use.window)
+    plan = _plan(use, layout, use.window)
     dtype = getattr(mx, use.dtype)
     k, v = (mx.full((layout.slots * PAGE_TOKENS, use.kv_heads, use.dim), 0.5, dtype) for _ in "kv")
-    pool_k, pool_v = (
-        mx.full((layout.slots, use.kv_heads, PAGE_TOKENS, use.dim), 0.5, dtype) for _ in "kv"
+    shape = layout.slots, use.kv_heads, PAGE_TOKENS, use.dim
+    pool = (
+        empty_pool("keys", shape, dtype, use.key_bits),
+        empty_pool("values", shape, dtype, use.value_bits),
     )
     q = mx.full((rows, use.q_heads, use.dim), 0.5, dtype)
     sinks = mx.zeros(use.q_heads, dtype) if use.sinks else None
-    mx.eval(k, v, pool_k, pool_v, q)
-    cache = ((k, v), (pool_k, pool_v))
+    mx.eval(k, v, pool, q)
+    cache = ((k, v), pool)
     how: Any = {"scale": use.dim**-0.5, "sinks": sinks, "softcap": use.softcap}
 
     def kernel(q: mx.array) -> mx.array:
@@ -143,8 +157,11 @@ def _contents(
     window: int | None,
     rng: np.random.Generator,
     dtype: mx.Dtype,
-) -> tuple[Sides, Sides]:
-    """Hot and pool, K and V each: random where a query sees it, NaN elsewhere."""
+) -> tuple[Sides, PoolSides]:
+    """Hot and pool, K and V each: random where a query sees it, NaN elsewhere.
+
+    But a page of packed keys would be NaN as a whole, so what isn't seen there is only large.
+    """
     shape = (2, layout.slots, PAGE_TOKENS, use.kv_heads, use.dim)
     hot, pool = (np.full(shape, np.nan, np.float32) for _ in range(2))
     for _, _, position, base, sealed, at, _ in layout.table.tolist():
@@ -154,7 +171,12 @@ def _contents(
             begin = max(low - page * PAGE_TOKENS, 0)
             end = min(position + 1 - page * PAGE_TOKENS, PAGE_TOKENS)
             numbers = rng.normal(size=(2, end - begin, use.kv_heads, use.dim))
-            target[:, layout.pages[at + page - base], begin:end] = numbers
+            page_id = layout.pages[at + page - base]
+            if use.key_bits and target is pool:
+                target[0, page_id] = 4.0
+            target[:, page_id, begin:end] = numbers
     hot_k, hot_v = mx.array(hot.reshape(2, -1, *shape[3:])).astype(dtype)
     pool_k, pool_v = mx.array(pool.swapaxes(2, 3)).astype(dtype)
-    return (hot_k, hot_v), (pool_k, pool_v)
+    keys: Pool = pack_keys(pool_k, use.key_bits) if use.key_bits else pool_k
+    values: Pool = pack_values(pool_v, use.value_bits) if use.value_bits else pool_v
+    return (hot_k, hot_v), (keys, values)

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 from typing import Any
 
 import mlx.core as mx
@@ -66,6 +67,11 @@ def run(launch: Launch) -> list[mx.array]:
         output_shapes=list(launch.shapes),
         output_dtypes=list(launch.dtypes),
     )
+
+
+def source(name: str) -> str:
+    """The text of a file of this folder."""
+    return resources.files("mlxserve.kernels.metal").joinpath(name).read_text("utf-8")
 
 
 @cache

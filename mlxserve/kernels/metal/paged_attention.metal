@@ -13,7 +13,7 @@
 // q       [T, Hq, D]           hot_k, hot_v    [hot pages * 64, Hk, D]
 // how     scale, softcap       pool_k, pool_v  [pages, Hk, 64, D], all in T
 // rows    [R, 8]: token of q, position, low, first page, sealed pages, where in pages, first item, items
-// work    [items, 4]: row, page begin, page end, unused
+// work    [items, 4]: row, page begin, page end, where in pages the row's page 0 would be
 // pages   page ids of all rows
 // partial [items, Hq, D]       sums of p * v, where p = exp(score - largest)
 // tops    [Hq, items, 2]       largest score, sum of p

@@ -1,82 +1,61 @@
-"""Decode attention on Metal: one new token per row over its pages, in two launches for all rows.
+"""Decode attention on Metal: one new token per row over its pages, for all rows at once.
 
-The first launch gives each part of at most four pages to a threadgroup per KV head; the second
-merges a row's parts, oldest first. Parts begin at fixed positions, so what a row gets doesn't
-depend on its batch mates (online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; split
-along the context: Dao et al. 2023, "Flash-Decoding").
+A first launch gives each part of at most four plain pages to a threadgroup per KV head; where the
+pool is packed, those are the hot pages, and a launch that doesn't wait for it reads the others
+(`packed_attention`). The last one merges a row's parts, oldest first (online softmax: Milakov and
+Gimelshein 2018, arXiv:1805.02867; split along the context: Dao et al. 2023, "Flash-Decoding").
 
-Bytes it has to move, for a row that sees n tokens: n * Hk * D * 2 numbers of the cache once; per
-part and query head D + 2 float32 written and read again; the row's q and out.
+Bytes it has to move, for a row that sees n plain tokens: n * Hk * D * 2 numbers of the cache once;
+per part and query head D + 2 float32 written and read again; the row's q and out.
 """
 
+from collections.abc import Sequence
 from functools import cache
-from importlib import resources
+from typing import NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
-from mlxserve.kernels.metal.launch import Kernel, Launch, Runner
-from mlxserve.kernels.pages import PAGE_TOKENS, Sides
+from mlxserve.kernels.metal.launch import Kernel, Launch, Runner, source
+from mlxserve.kernels.metal.packed_attention import packed_parts
+from mlxserve.kernels.metal.plan import MAX_LANE_NUMBERS, DecodePlan, Parts
+from mlxserve.kernels.pages import PoolSides, Sides
+from mlxserve.kernels.uses import AttentionUse
 
-PART_PAGES = 4
 SIMDGROUPS = 4  # of a threadgroup
 HEAD_DIMS = (64, 72, 80, 96, 112, 128, 192, 256)
-DTYPES = (mx.float16, mx.bfloat16)
-# Numbers of all heads that a lane keeps in registers. MLX measured that 88 spill (its pull request
-# 4077), in a kernel that is like ours in this respect.
-MAX_LANE_NUMBERS = 56
+DTYPES = ("float16", "bfloat16")
 
 
-def unsupported(q_heads: int, kv_heads: int, dim: int, dtype: mx.Dtype, keep: int = 0) -> str:
+def unsupported(use: AttentionUse) -> str:
     """Why the kernel can't serve such layers, or ""."""
-    if dim not in HEAD_DIMS:
-        return f"head dim {dim} is none of {', '.join(map(str, HEAD_DIMS))}"
-    if dtype not in DTYPES:
-        return f"a cache in {str(dtype).removeprefix('mlx.core.')} isn't float16 or bfloat16"
-    if q_heads % kv_heads:
-        return f"{q_heads} query heads can't share {kv_heads} key heads evenly"
-    if keep:
-        return f"the first {keep} tokens are kept beside the window"
+    if use.dim not in HEAD_DIMS:
+        return f"head dim {use.dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if use.dtype not in DTYPES:
+        return f"a cache in {use.dtype} isn't float16 or bfloat16"
+    if use.q_heads % use.kv_heads:
+        return f"{use.q_heads} query heads can't share {use.kv_heads} key heads evenly"
+    if use.keep:
+        return f"the first {use.keep} tokens are kept beside the window"
+    if use.value_bits and not use.key_bits:
+        return f"keys in 16 bits beside values in {use.value_bits}"
     return ""
 
 
-class DecodePlan:
-    """Which parts of which rows there are; one for all layers that share page ids and a window.
+class Found(NamedTuple):
+    """What a launch found in its parts, float32: partial `[items, Hq, D]`, tops `[Hq, items, 2]`.
 
-    table, pages: of `PagedRows`, rows of one token each. rows: int32 `[R, 8]`, work: int32
-    `[items, 4]`, as paged_attention.metal reads them.
+    rows: of the parts.
     """
 
-    def __init__(self, table: np.ndarray, pages: np.ndarray, window: int | None) -> None:
-        first, n, position, base, sealed, at, kept = table.astype(np.int64).T
-        if (n != 1).any():
-            raise ValueError(f"decode attention takes rows of one token, got {n.max()}")
-        if kept.any():
-            raise ValueError(f"decode attention takes no kept pages, got {kept.max()}")
-        oldest = base * PAGE_TOKENS
-        low = oldest if window is None else np.maximum(oldest, position - window + 1)
-        begin, end = low // PAGE_TOKENS, position // PAGE_TOKENS + 1
-        first_part = begin // PART_PAGES
-        items = -(-end // PART_PAGES) - first_part
-        first_item = np.cumsum(items) - items
-        row = np.repeat(np.arange(len(items)), items)
-        part = first_part[row] + np.arange(len(row)) - first_item[row]
-        work = np.zeros((max(2, len(row)), 4), np.int32)  # below 8 numbers MLX changes their type
-        work[: len(row), 0] = row
-        work[: len(row), 1] = np.maximum(part * PART_PAGES, begin[row])
-        work[: len(row), 2] = np.minimum(part * PART_PAGES + PART_PAGES, end[row])
-        rows = np.stack([first, position, low, base, sealed, at, first_item, items], axis=1)
-        self.items = len(row)
-        self.count = len(items)
-        self.rows = mx.array(rows.astype(np.int32))
-        self.work = mx.array(work)
-        self.pages = mx.array(np.resize(pages, max(8, len(pages))).astype(np.int32))
+    partial: mx.array
+    tops: mx.array
+    rows: mx.array
 
 
 def decode_attention(
     q: mx.array,
     hot: Sides,
-    pool: Sides,
+    pool: PoolSides,
     plan: DecodePlan,
     *,
     scale: float,
@@ -86,25 +65,53 @@ def decode_attention(
 ) -> mx.array:
     """`kernels.attention.paged_attention` for the rows of a plan, `[R, Hq, D]` in q's dtype.
 
-    q: `[T, Hq, D]`, of which the plan says which tokens; hot, pool: as there, in float16 or
-    bfloat16. Layers for which `unsupported` gives a reason aren't checked for here.
+    q: `[T, Hq, D]`, of which the plan says which tokens; hot, pool: as there, what isn't packed in
+    float16 or bfloat16. Layers for which `unsupported` gives a reason aren't checked for here.
     """
-    first = parts(q, hot, pool, plan, scale=scale, softcap=softcap)
-    partial, tops = run(first)
-    (out,) = run(merge(partial, tops, plan, sinks, q.dtype))
+    launches = parts(q, hot, pool, plan, scale=scale, softcap=softcap)
+    found = []
+    for launch, rows in launches:
+        partial, tops = run(launch)
+        found.append(Found(partial, tops, rows))
+    (out,) = run(merge(found, plan.count, sinks, q.dtype))
     return out
 
 
 def parts(
     q: mx.array,
     hot: Sides,
-    pool: Sides,
+    pool: PoolSides,
     plan: DecodePlan,
     *,
     scale: float,
     softcap: float | None,
+) -> list[tuple[Launch, mx.array]]:
+    """The launches that don't wait for others, and the rows of their parts, oldest first."""
+    q = q.astype(hot[0].dtype)
+    arrays = plan.pages, _how(scale, softcap or 0.0)
+    launches = []
+    if plan.packed.items:
+        packed = packed_parts(q, pool, plan.packed, *arrays, softcap=softcap is not None)
+        launches.append((packed, plan.packed.rows))
+    if plan.plain.items:
+        # Beside a packed pool no page of a plain one is read.
+        plain = tuple(x if isinstance(x, mx.array) else y for x, y in zip(pool, hot, strict=True))
+        launch = plain_parts(q, hot, plain, plan.plain, *arrays, softcap=softcap is not None)
+        launches.append((launch, plan.plain.rows))
+    return launches
+
+
+def plain_parts(
+    q: mx.array,
+    hot: Sides,
+    pool: Sides,
+    parts: Parts,
+    pages: mx.array,
+    how: mx.array,
+    *,
+    softcap: bool,
 ) -> Launch:
-    """The first launch: partial `[items, Hq, D]` and tops `[Hq, items, 2]`, float32."""
+    """Partial `[items, Hq, D]` and tops `[Hq, items, 2]`, float32, of the parts of plain pages."""
     (_, q_heads, dim), kv_heads = q.shape, hot[0].shape[1]
     group = q_heads // kv_heads
     tile = _tile_tokens(dim)
@@ -116,40 +123,32 @@ def parts(
         "H": heads,
         "NSG": SIMDGROUPS,
         "TILE": tile,
-        "SOFTCAP": softcap is not None,
+        "SOFTCAP": softcap,
     }
     threads = 32 * SIMDGROUPS
     return Launch(
         kernel=PARTS,
-        arrays=(
-            q.astype(hot[0].dtype),
-            *hot,
-            *pool,
-            plan.rows,
-            plan.work,
-            plan.pages,
-            _how(scale, softcap or 0.0),
-        ),
+        arrays=(q, *hot, *pool, parts.rows, parts.work, pages, how),
         template=tuple(template.items()),
-        grid=(plan.items * threads, kv_heads * (group // heads), 1),
+        grid=(parts.items * threads, kv_heads * (group // heads), 1),
         threadgroup=(threads, 1, 1),
-        shapes=((plan.items, q_heads, dim), (q_heads, plan.items, 2)),
+        shapes=((parts.items, q_heads, dim), (q_heads, parts.items, 2)),
         dtypes=(mx.float32, mx.float32),
     )
 
 
-def merge(
-    partial: mx.array, tops: mx.array, plan: DecodePlan, sinks: mx.array | None, dtype: mx.Dtype
-) -> Launch:
-    """The second launch: `[R, Hq, D]` in `dtype`."""
-    _, q_heads, dim = partial.shape
+def merge(found: Sequence[Found], rows: int, sinks: mx.array | None, dtype: mx.Dtype) -> Launch:
+    """The last launch: `[rows, Hq, D]` in `dtype`. found: of one launch or two, oldest first."""
+    first, last = found[0], found[-1]
+    _, q_heads, dim = first.partial.shape
+    newer = len(found) > 1
     return Launch(
         kernel=MERGE,
-        arrays=(partial, tops, plan.rows, tops if sinks is None else sinks),
-        template=(("T", dtype), ("D", dim), ("SINKS", sinks is not None)),
-        grid=(32 * plan.count, q_heads, 1),
+        arrays=(*first, *last, first.tops if sinks is None else sinks),
+        template=(("T", dtype), ("D", dim), ("NEWER", newer), ("SINKS", sinks is not None)),
+        grid=(32 * rows, q_heads, 1),
         threadgroup=(32, 1, 1),
-        shapes=((plan.count, q_heads, dim),),
+        shapes=((rows, q_heads, dim),),
         dtypes=(dtype,),
     )
 
@@ -174,21 +173,17 @@ def _how(scale: float, softcap: float) -> mx.array:
     return mx.array([scale, softcap], mx.float32)
 
 
-def _source(name: str) -> str:
-    return resources.files("mlxserve.kernels.metal").joinpath(name).read_text("utf-8")
-
-
 PARTS = Kernel(
     "paged_attention",
     ("q", "hot_k", "hot_v", "pool_k", "pool_v", "rows", "work", "pages", "how"),
     ("partial", "tops"),
-    _source("paged_attention.metal"),
-    _source("numbers.metal"),
+    source("paged_attention.metal"),
+    source("numbers.metal"),
 )
 MERGE = Kernel(
     "paged_attention_merge",
-    ("partial", "tops", "rows", "sinks"),
+    ("partial", "tops", "rows", "newer_partial", "newer_tops", "newer_rows", "sinks"),
     ("out",),
-    _source("paged_attention_merge.metal"),
-    _source("numbers.metal"),
+    source("paged_attention_merge.metal"),
+    source("numbers.metal"),
 )

@@ -17,7 +17,7 @@ def run(launch):
 
 def compute(launch):
     """The outputs in float64."""
-    compute_one = {"paged_attention": _parts, "paged_attention_merge": _merge}[launch.kernel.name]
+    compute_one = COMPUTE[launch.kernel.name]
     outs = compute_one(launch, dict(launch.template), *map(_numpy, launch.arrays))
     return [
         mx.array(out.astype(np.float32)).astype(dtype)
@@ -31,26 +31,60 @@ def _numpy(x):
 
 
 def _parts(launch, template, q, hot_k, hot_v, pool_k, pool_v, rows, work, pages, how):
+    hot_k, hot_v = (x.reshape(-1, P, *x.shape[1:]) for x in (hot_k, hot_v))
+
+    def page(row, number):
+        _, _, _, first_page, sealed, at, _, _ = row
+        page_id = pages[at + number - first_page]
+        if number - first_page < sealed:
+            return pool_k[page_id].swapaxes(0, 1), pool_v[page_id].swapaxes(0, 1)
+        return hot_k[page_id], hot_v[page_id]
+
+    return _attend(launch, template, q, page, rows, work, how)
+
+
+def _packed_parts(launch, template, q, *arrays):
+    *packed, rows, work, pages, how = arrays
+    keys = _unpacked(*packed[:3], template["KB"])  # [pages, Hk, D, P]
+    values = packed[3]
+    if template["VB"] < 16:
+        scales, biases = (x.repeat(32, axis=-1) for x in packed[4:])
+        values = _unpacked(values, scales, biases, template["VB"])[..., : template["D"]]
+
+    def page(row, number):
+        _, _, _, first_page, _, at, _, _ = row
+        page_id = pages[at + number - first_page]
+        return keys[page_id].transpose(2, 0, 1), values[page_id].swapaxes(0, 1)
+
+    return _attend(launch, template, q, page, rows, work, how)
+
+
+def _unpacked(words, scales, biases, bits):
+    """Numbers of words of codes, low bits first; scales and biases for each row or each number."""
+    codes = words[..., None] >> np.arange(0, 32, bits) & (1 << bits) - 1
+    codes = codes.reshape(*words.shape[:-1], -1)
+    if scales.ndim < codes.ndim:
+        scales, biases = scales[..., None], biases[..., None]
+    return codes * scales + biases
+
+
+def _attend(launch, template, q, page_of, rows, work, how):
+    """page_of: keys and values of a row's page, `[P, Hk, D]` each."""
     partial, tops = (np.zeros(shape) for shape in launch.shapes)
     scale, softcap = how
-    heads = hot_k.shape[1]
-    group = q.shape[1] // heads
     for item in range(len(partial)):
         row, begin, end, _ = work[item]
-        token, position, low, first_page, sealed, at, _, _ = rows[row]
+        token, position, low, *_ = rows[row]
         k, v = [], []
-        for page in range(begin, end):
-            span = slice(max(low - page * P, 0), min(position + 1 - page * P, P))
-            page_id = pages[at + page - first_page]
-            if page - first_page < sealed:
-                k.append(pool_k[page_id].swapaxes(0, 1)[span])
-                v.append(pool_v[page_id].swapaxes(0, 1)[span])
-            else:
-                k.append(hot_k.reshape(-1, P, *hot_k.shape[1:])[page_id][span])
-                v.append(hot_v.reshape(-1, P, *hot_v.shape[1:])[page_id][span])
+        for number in range(begin, end):
+            span = slice(max(low - number * P, 0), min(position + 1 - number * P, P))
+            keys, values = page_of(rows[row], number)
+            k.append(keys[span])
+            v.append(values[span])
         if not sum(map(len, k)):
             tops[:, item] = (-1e30, 0)
             continue
+        group = q.shape[1] // k[0].shape[1]
         keys, values = (np.concatenate(x).repeat(group, axis=1) for x in (k, v))
         scores = np.einsum("hd,thd->ht", q[token], keys) * scale
         if template["SOFTCAP"]:
@@ -62,17 +96,28 @@ def _parts(launch, template, q, hot_k, hot_v, pool_k, pool_v, rows, work, pages,
     return partial, tops
 
 
-def _merge(launch, template, partial, tops, rows, sinks):
+def _merge(launch, template, partial, tops, rows, newer_partial, newer_tops, newer_rows, sinks):
+    sets = [(partial, tops, rows), (newer_partial, newer_tops, newer_rows)]
+    sets = sets[: 1 + template["NEWER"]]
     out = np.zeros(launch.shapes[0])
     for row in range(len(out)):
-        items = slice(rows[row, 6], rows[row, 6] + rows[row, 7])
-        top, total = np.moveaxis(tops[:, items], -1, 0)
-        largest = top.max(axis=1)
+        items = [slice(rows[row, 6], rows[row, 6] + rows[row, 7]) for _, _, rows in sets]
+        found = [tops[:, i] for (_, tops, _), i in zip(sets, items, strict=True)]
+        top, total = np.moveaxis(np.concatenate(found, axis=1), -1, 0)
+        values = np.concatenate([values[i] for (values, _, _), i in zip(sets, items, strict=True)])
+        largest = top.max(axis=1, initial=-1e30)
         if template["SINKS"]:
             largest = np.maximum(largest, sinks)
         share = np.exp(top - largest[:, None])
         sums = (share * total).sum(axis=1)
         if template["SINKS"]:
             sums += np.exp(sinks - largest)
-        out[row] = np.einsum("hi,ihd->hd", share, partial[items]) / sums[:, None]
+        out[row] = np.einsum("hi,ihd->hd", share, values) / sums[:, None]
     return [out]
+
+
+COMPUTE = {
+    "paged_attention": _parts,
+    "packed_attention": _packed_parts,
+    "paged_attention_merge": _merge,
+}

@@ -1,0 +1,56 @@
+// N vectors to a simdgroup's threadgroup memory, front to back.
+template <int N>
+inline void stage(threadgroup uint4* to, const device uint4* from, int lane) {
+  UNROLL for (int n = 0; n < (N + 31) / 32; n++) {
+    const int i = n * 32 + lane;
+    if (N % 32 == 0 || i < N) to[i] = from[i];
+  }
+}
+
+// N words of scales and as many of biases, two numbers each; a word there holds a scale and its bias.
+template <int N>
+inline void stage_affine(
+    threadgroup uint2* to, const device uint* scales, const device uint* biases, int lane) {
+  UNROLL for (int n = 0; n < (N + 31) / 32; n++) {
+    const int i = n * 32 + lane;
+    if (N % 32 == 0 || i < N) {
+      const uint scale = scales[i];
+      const uint bias = biases[i];
+      to[i] = uint2((scale & 0xffffu) | (bias << 16), (scale >> 16) | (bias & 0xffff0000u));
+    }
+  }
+}
+
+// The i-th two codes.
+template <int BITS>
+inline float2 two_codes(const threadgroup uint4* codes, int i);
+
+template <>
+inline float2 two_codes<8>(const threadgroup uint4* codes, int i) {
+  const uint both = ((const threadgroup ushort*)codes)[i];
+  return float2(float(both & 255u), float(both >> 8));
+}
+
+template <>
+inline float2 two_codes<4>(const threadgroup uint4* codes, int i) {
+  const uint both = ((const threadgroup uchar*)codes)[i];
+  return float2(float(both & 15u), float(both >> 4));
+}
+
+// The i-th four codes.
+template <int BITS>
+inline float4 four_codes(const threadgroup uint4* codes, int i);
+
+template <>
+inline float4 four_codes<8>(const threadgroup uint4* codes, int i) {
+  const uint four = ((const threadgroup uint*)codes)[i];
+  return float4(
+      float(four & 255u), float((four >> 8) & 255u), float((four >> 16) & 255u), float(four >> 24));
+}
+
+template <>
+inline float4 four_codes<4>(const threadgroup uint4* codes, int i) {
+  const uint four = ((const threadgroup ushort*)codes)[i];
+  return float4(
+      float(four & 15u), float((four >> 4) & 15u), float((four >> 8) & 15u), float(four >> 12));
+}
