@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
@@ -121,4 +121,10 @@ def native() -> list[Extension]:
     ]
 
 
-setup(ext_modules=native(), cmdclass={"build_ext": BuildNative})
+# convert/ is installed as mlxserve_convert: nobody's site-packages gets a module called convert.
+setup(
+    packages=[*find_packages(include=["mlxserve*"]), "mlxserve_convert"],
+    package_dir={"mlxserve_convert": "convert"},
+    ext_modules=native(),
+    cmdclass={"build_ext": BuildNative},
+)

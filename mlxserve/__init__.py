@@ -65,7 +65,7 @@ def load(
     model: an alias such as "smollm2-135m" (fetched once, then kept), a directory of safetensors,
     a .gguf file, or a name of the Hugging Face Hub: owner/name, owner/name@revision,
     owner/name:Q4_K_M. options: fields of `mlxserve.config.EngineConfig`, such as max_batch, and
-    gguf_q6_k ("8bit" or "16bit"), what a GGUF's Q6_K tensors are turned into. on_progress is
+    gguf_q6_k ("8bit" or "16bit"), what a GGUF's Q6_K, Q3_K and Q2_K tensors become. on_progress is
     called with (stage, done, total). Raises ModelError if it can't be found, read or run, and
     CapacityError if memory is short.
     """

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "mlxserve"
-MODULES = sorted(PACKAGE.rglob("*.py"))
+MODULES = sorted([*(ROOT / "mlxserve").rglob("*.py"), *(ROOT / "convert").rglob("*.py")])
 HEAVY = (
     "mlx",
     "numpy",
@@ -36,7 +35,7 @@ def test_imports_point_one_way():
 
 def test_import_of_the_package_loads_nothing_heavy():
     code = f"""
-import sys, mlxserve
+import sys, mlxserve, mlxserve_convert
 print([name for name in {HEAVY!r} if name in sys.modules])
 print(sorted(set(mlxserve.__all__) - set(dir(mlxserve)) - {{"LLM"}}))
 mlxserve.LLM

@@ -18,9 +18,9 @@ def wheel(tmp_path_factory) -> Path:
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(
-        ROOT / "mlxserve", source / "mlxserve", ignore=shutil.ignore_patterns("__pycache__", "*.so")
-    )
+    for name in ("mlxserve", "convert"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.so")
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", str(source), "--wheel-dir", str(out)]
     command += ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
@@ -35,8 +35,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
     here = {
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "mlxserve").rglob("*")
+        package + str(path.relative_to(ROOT / folder))
+        for folder, package in (("mlxserve", "mlxserve/"), ("convert", "mlxserve_convert/"))
+        for path in (ROOT / folder).rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
     sources, built = (".cpp", ".h"), {name for name in names if name.endswith(".so")}
@@ -50,7 +51,10 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
 def test_wheel_runs_without_the_checkout(wheel, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
-    code = "import mlxserve; from mlxserve.cli import main; print(mlxserve.__file__); main()"
+    code = (
+        "import mlxserve, mlxserve_convert; from mlxserve.cli import main; "
+        "print(mlxserve.__file__); print(mlxserve_convert.__file__); main()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code, "--version"],
         cwd=tmp_path,
@@ -59,7 +63,8 @@ def test_wheel_runs_without_the_checkout(wheel, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    where, version = done.stdout.splitlines()
+    where, converter, version = done.stdout.splitlines()
     assert Path(where) == tmp_path / "mlxserve" / "__init__.py"
+    assert Path(converter) == tmp_path / "mlxserve_convert" / "__init__.py"
     assert version.startswith("mlxserve ")
     assert wheel.name.split("-")[1] == version.split()[1]

@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from mlxserve import config
-from mlxserve.cli import cache, chat, doctor, generate, ls, plan, pull, rm, serve
+from mlxserve.cli import cache, chat, convert, doctor, generate, ls, plan, pull, rm, serve
 from mlxserve.cli.eval import evaluate
 from mlxserve.errors import MlxserveError
 
@@ -47,6 +47,7 @@ app.command(cls=_Command, epilog=serve.EPILOG)(serve.serve)
 app.command("eval", cls=_Command)(evaluate)
 app.command(cls=_Command, epilog=plan.EPILOG)(plan.plan)
 app.command(cls=_Command, epilog=pull.EPILOG)(pull.pull)
+app.command(cls=_Command, epilog=convert.EPILOG)(convert.convert)
 app.command(cls=_Command)(ls.ls)
 app.command(cls=_Command)(rm.rm)
 app.command(cls=_Command)(doctor.doctor)

@@ -98,6 +98,7 @@ _STAGES = {
     "check": "checking",
     "unpack": "unpacking",
     "load": "loading the model",
+    "convert": "converting",
 }
 
 

@@ -49,7 +49,7 @@ APPLE_GB_S: dict[str, float] = {
 # Native panels leave out the bias of types that are symmetric.
 GGUF_HALF_BITS: dict[str, int] = {"F32": 64, "F16": 32, "BF16": 32} | {
     kind: 2 * bits + 2
-    for bits, kinds in {4: "Q4_0 Q4_1 Q4_K", 5: "Q5_0 Q5_1 Q5_K", 8: "Q8_0 Q6_K"}.items()
+    for bits, kinds in {4: "Q4_0 Q4_1 Q4_K", 5: "Q5_0 Q5_1 Q5_K", 8: "Q8_0 Q2_K Q3_K Q6_K"}.items()
     for kind in kinds.split()
 }
 SYMMETRIC = ("Q4_0", "Q5_0", "Q8_0")

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from mlxserve import device
 from mlxserve.errors import ModelError
@@ -17,9 +16,11 @@ from mlxserve.kernels.matmul import PanelWeight, Weight
 from mlxserve.kernels.metal.launch import runner
 from mlxserve.kernels.quantized import PackedWeight
 from mlxserve.kernels.uses import AttentionUse
+from mlxserve.models import tensors
 from mlxserve.models.base import Model, Weights
 from mlxserve.models.layers import Embedding, Linear
 from mlxserve.models.registry import build
+from mlxserve.models.tensors import EMBEDDING, HEAD
 from mlxserve.models.uses import attention_uses
 
 logger = logging.getLogger(__name__)
@@ -27,9 +28,7 @@ logger = logging.getLogger(__name__)
 Prepare = Callable[[mx.array | PackedWeight, mx.Dtype], Weight]
 Uses = Callable[[Model, mx.Dtype], dict[AttentionUse, list[int]]]
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 COMPUTE_DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-SHOWN = 3  # tensors named in an error before "and n more"
 
 
 def load_model(
@@ -58,9 +57,9 @@ def load_model(
         raise ModelError(f"compute_dtype is {compute_dtype}; use float32, float16 or bfloat16")
     model = build(config)
     module = cast(nn.Module, model)
-    expected = {name: a.shape for name, a in cast(list, tree_flatten(module.parameters()))}
+    expected = tensors.expected(model)
     pending = _tidy(weights, tied=HEAD not in expected)
-    _check(expected, pending)
+    tensors.check(expected, {name: _found(value) for name, value in pending.items()})
     pending = model.sanitize(pending)
     if compute_dtype is not None and compute_dtype == mx.float16 and not model.float16_safe:
         raise ModelError(
@@ -180,24 +179,19 @@ def _install(
 
 
 def _tidy(weights: Weights, *, tied: bool) -> Weights:
-    """Checkpoint names as models know them, without buffers that old files carry along."""
-    out: Weights = {}
-    for original, value in weights.items():
-        name = original.removeprefix("language_model.")
-        if name.startswith(("layers.", "embed_tokens.", "norm.")):  # saved without its output head
-            name = f"model.{name}"
-        if name.endswith("rotary_emb.inv_freq"):
-            continue
-        if name in out:
-            raise ModelError(f"two tensors are named {name}; remove one ({original})")
-        out[name] = value
+    """Checkpoint names as models know them, without what the model has no use for."""
+    out = {name: weights[original] for name, original in tensors.names(weights).items()}
     if tied and HEAD in out and EMBEDDING in out:
         if not _equal(out[HEAD], out[EMBEDDING]):
-            raise ModelError(
-                f"tie_word_embeddings is true but {HEAD} differs from {EMBEDDING}; set it to false"
-            )
+            raise tensors.untied()
         del out[HEAD]
     return out
+
+
+def _found(value: mx.array | PackedWeight) -> tensors.Found:
+    if isinstance(value, PackedWeight) or mx.issubdtype(value.dtype, mx.floating):
+        return tensors.Found(tuple(value.shape))
+    return tensors.Found(tuple(value.shape), str(value.dtype))
 
 
 def _equal(a: mx.array | PackedWeight, b: mx.array | PackedWeight) -> bool:
@@ -205,32 +199,3 @@ def _equal(a: mx.array | PackedWeight, b: mx.array | PackedWeight) -> bool:
     if len(left) != len(right):
         return False
     return all(bool(mx.array_equal(x, y)) for x, y in zip(left, right, strict=True))
-
-
-def _check(expected: dict[str, tuple[int, ...]], weights: Weights) -> None:
-    problems = []
-    if missing := [f"{n} {list(s)}" for n, s in expected.items() if n not in weights]:
-        problems.append(f"missing {_listed(missing)}")
-    if unexpected := [f"{n} {list(v.shape)}" for n, v in weights.items() if n not in expected]:
-        problems.append(f"unexpected {_listed(unexpected)}")
-    wrong = []
-    for name, value in weights.items():
-        if name in expected and (fault := _fault(expected[name], value)):
-            wrong.append(f"{name} {fault}")
-    if wrong:
-        problems.append(f"wrong {_listed(wrong)}")
-    if problems:
-        raise ModelError(f"the weights don't fit the config: {'; '.join(problems)}")
-
-
-def _fault(shape: tuple[int, ...], value: mx.array | PackedWeight) -> str:
-    if tuple(value.shape) != shape:
-        return f"is {list(value.shape)}, expected {list(shape)}"
-    if not isinstance(value, PackedWeight) and not mx.issubdtype(value.dtype, mx.floating):
-        return f"is {value.dtype}, expected a floating type"
-    return ""
-
-
-def _listed(items: list[str]) -> str:
-    more = f" (and {len(items) - SHOWN} more)" if len(items) > SHOWN else ""
-    return ", ".join(items[:SHOWN]) + more

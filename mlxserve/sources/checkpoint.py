@@ -55,8 +55,8 @@ class Checkpoint:
 def open_checkpoint(path: Path, *, gguf_q6_k: Q6K = "8bit") -> Checkpoint:
     """Open a `.gguf` file or a model directory (Hugging Face's or MLX's layout).
 
-    gguf_q6_k: what a GGUF file's Q6_K tensors become, for which MLX has no equal: the nearest
-        "8bit" form or float16 ("16bit"). `weights()` logs how near that was.
+    gguf_q6_k: what a GGUF file's Q6_K tensors (Q2_K and Q3_K, too) become, for which MLX has no
+        equal: the nearest "8bit" form or float16 ("16bit"). `weights()` logs how near that was.
 
     Only headers are read; what they say is checked against the files' sizes, so a file cut short is
     found here. Raises ModelError, in one line with the fix, for anything else that can't be loaded
@@ -107,23 +107,23 @@ def _gguf_weights(file: GGUFFile, tensors: list[gguf_names.NamedTensor], q6_k: Q
         return gguf_quant.to_mlx(file, t.tensor, order, q6_k=q6_k)
 
     weights: Weights = {}
-    errors: list[float] = []
+    errors: dict[str, list[float]] = {}
     with ThreadPoolExecutor(usable_cores()) as pool:
         converted = list(pool.map(convert, tensors))
     for t, (value, error) in zip(tensors, converted, strict=True):
-        if t.tensor.type == "Q6_K":
-            errors.append(error)
+        if t.tensor.type in gguf_quant.ROUNDED:
+            errors.setdefault(t.tensor.type, []).append(error)
         if t.plus_one and not isinstance(value, PackedWeight):
             value = value - 1
         weights[t.name] = value
     if errors:
         logger.warning(
-            "%s: %d Q6_K tensors were converted to %s; the largest error is %.2g%% of the range of "
+            "%s: %s tensors were converted to %s; the largest error is %.2g%% of the range of "
             "32 weights%s",
             file.path.name,
-            len(errors),
+            " and ".join(f"{len(those)} {kind}" for kind, those in sorted(errors.items())),
             q6_k.replace("bit", " bits"),
-            100 * max(errors),
+            100 * max(max(those) for those in errors.values()),
             "; mlxserve.load(..., gguf_q6_k='16bit') is more exact" if q6_k == "8bit" else "",
         )
     return weights

@@ -42,6 +42,18 @@ def pack(q: np.ndarray, bits: int) -> np.ndarray:
     return np.ascontiguousarray(packed).reshape(len(q), -1).view("<u4")
 
 
+def unpack(words: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of `pack`: uint32 `[N, K * bits / 32]` -> bytes `[N, K]`."""
+    raw = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return raw
+    eights = np.zeros((len(raw), raw.shape[1] // bits, 8), np.uint8)
+    eights[..., :bits] = raw.reshape(len(raw), -1, bits)
+    shifts = np.arange(0, 8 * bits, bits, dtype=np.uint64)
+    q = (eights.view("<u8") >> shifts) & np.uint64((1 << bits) - 1)
+    return q.astype(np.uint8).reshape(len(raw), -1)
+
+
 def nibbles(packed: np.ndarray) -> np.ndarray:
     """Bytes `[..., B]` -> `[..., 2, B]`: their low halves, then their high halves."""
     x = np.ascontiguousarray(packed).view("<u8")

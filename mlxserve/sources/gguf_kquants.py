@@ -1,8 +1,8 @@
 """GGUF's K types -> groups of 32 in MLX's affine form.
 
-Their blocks hold 256 weights, with scales of their own for runs of 32 (Q4_K, Q5_K) or 16 (Q6_K),
-which are integers times the block's float16. (Source: ggml's `ggml-common.h` and
-`dequantize_row_*`.)
+Their blocks hold 256 weights, with scales of their own for runs of 32 (Q4_K, Q5_K) or 16 (Q2_K,
+Q3_K, Q6_K), which are integers times the block's float16. (Source: ggml's `ggml-common.h` and
+`dequantize_row_*`.) MLX has no groups of 16, so the latter become the nearest groups of 32.
 
 Such a product needs up to 19 bits, so scales and biases are float32, which holds it exactly. Metal
 rounds them to the dtype that the model computes in. Measured on gemma3-270m, as parts of a group's
@@ -48,14 +48,63 @@ def _scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def q6_k(raw: np.ndarray) -> Affine:
-    """The nearest groups of 32 with 8 bits, as MLX has no groups of 16.
+    """The nearest groups of 32 with 8 bits, as MLX has no groups of 16."""
+    return _nearest(*_q6_parts(raw))
+
+
+def q6_k_dense(raw: np.ndarray) -> np.ndarray:
+    """The weights themselves: float32 `[N, K]`, computed as ggml does."""
+    return _product(*_q6_parts(raw))
+
+
+def q3_k(raw: np.ndarray) -> Affine:
+    """As `q6_k`."""
+    return _nearest(*_q3_parts(raw))
+
+
+def q3_k_dense(raw: np.ndarray) -> np.ndarray:
+    """As `q6_k_dense`."""
+    return _product(*_q3_parts(raw))
+
+
+def q2_k(raw: np.ndarray) -> Affine:
+    """255 even steps from the minimum to the maximum of 32 weights: half a step is 0.2% of that."""
+    groups = q2_k_dense(raw).reshape(len(raw), -1, 32)
+    low, spread = groups.min(-1), np.ptp(groups, axis=-1)
+    step = spread / 255
+    n = np.rint((groups - low[..., None]) / np.where(step > 0, step, 1)[..., None])
+    off = np.abs(n * step[..., None] + low[..., None] - groups).max(-1)
+    error = (off / np.where(spread > 0, spread, 1)).max()
+    words = n.astype(np.uint8).reshape(len(raw), -1).view("<u4")
+    return Affine(words, step, low, 8, float(error))
+
+
+def q2_k_dense(raw: np.ndarray) -> np.ndarray:
+    """x = d * scale * q - dmin * minimum in runs of 16: float32 `[N, K]`.
+
+    16 bytes of scales, with minima in their high halves, 64 bytes with the 2 bits of 4 runs of 32
+    each, `d` and `dmin`.
+    """
+    blocks = raw.reshape(len(raw), -1, 84)
+    d, dmin = (halves(blocks, at).astype(np.float32)[..., None] for at in (80, 82))
+    q = _pairs_of_bits(blocks[..., 16:80])
+    scales = d * (blocks[..., :16] & 15)
+    minima = dmin * (blocks[..., :16] >> 4)
+    return (scales[..., None] * q - minima[..., None]).reshape(len(raw), -1)
+
+
+def _product(q: np.ndarray, scale: np.ndarray, d: np.ndarray) -> np.ndarray:
+    return ((d[..., None] * scale)[..., None] * q).reshape(len(q), -1)
+
+
+def _nearest(q: np.ndarray, scale: np.ndarray, d: np.ndarray) -> Affine:
+    """Groups of 32 with 8 bits for pairs of runs; the arguments as `_q6_parts` gives them.
 
     The step is the larger of a group's two scales over an integer k, so that 16 of the 32 weights
     are exact (up to float32's rounding) and the others at most half a step away. k is the largest
     with which the group's range fits 8 bits, from 3 up. On gemma3-270m: RMS 0.088% of the group's
     range, 0.26% at most; 255 even steps from minimum to maximum would give 0.109% and 0.20%.
     """
-    q, scale, d = _q6_parts(raw)
     values = (q * scale[..., None]).reshape(*scale.shape[:-1], 32)  # in units of d
     low, high = values.min(-1), values.max(-1)
     spread = (high - low).astype(np.float32)
@@ -70,14 +119,8 @@ def q6_k(raw: np.ndarray) -> Affine:
     step = np.where(spread > 0, larger / np.maximum(k, 1), 0)
     scales = d * step
     biases = d * np.where(spread > 0, first * step, low)
-    words = (n - first[..., None]).astype(np.uint8).reshape(len(raw), -1).view("<u4")
+    words = (n - first[..., None]).astype(np.uint8).reshape(len(q), -1).view("<u4")
     return Affine(words, scales, biases, 8, float(error))
-
-
-def q6_k_dense(raw: np.ndarray) -> np.ndarray:
-    """The weights themselves: float32 `[N, K]`, computed as ggml does."""
-    q, scale, d = _q6_parts(raw)
-    return ((d[..., None] * scale)[..., None] * q).reshape(len(raw), -1)
 
 
 def _q6_parts(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -95,3 +138,32 @@ def _q6_parts(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     scale = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.int16)
     d = np.repeat(halves(blocks, 208).astype(np.float32), 8, axis=-1)
     return q.reshape(len(raw), n * 8, 2, 16), scale.reshape(len(raw), n * 8, 2), d
+
+
+def _q3_parts(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """As `_q6_parts`, for q - 4 of 3 bits and scales - 32 of 6 bits.
+
+    32 bytes whose bit r is the top bit of run r's weights, 64 bytes of low bits as in Q2_K, 12
+    bytes of scales (low halves of 8 and 8, then the top 2 bits of 4, 4, 4 and 4), and `d`.
+    """
+    blocks = raw.reshape(len(raw), -1, 110)
+    n = blocks.shape[1]
+    top = (blocks[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    low = _pairs_of_bits(blocks[..., 32:96]).reshape(len(raw), n, 8, 32)
+    q = (low | (top << 2)).astype(np.int16) - 4
+    packed, tops = blocks[..., 96:104], blocks[..., None, 104:108]
+    tops = (tops >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3
+    six = np.concatenate((packed & 15, packed >> 4), axis=-1) | (tops.reshape(len(raw), n, 16) << 4)
+    d = np.repeat(halves(blocks, 108).astype(np.float32), 8, axis=-1)
+    scale = six.astype(np.int16) - 32
+    return q.reshape(len(raw), n * 8, 2, 16), scale.reshape(len(raw), n * 8, 2), d
+
+
+def _pairs_of_bits(packed: np.ndarray) -> np.ndarray:
+    """64 bytes `[N, blocks, 64]` -> numbers of 2 bits in runs of 16: `[N, blocks, 16, 16]`.
+
+    32 bytes hold four runs of 32 weights, the first in their lowest bits.
+    """
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    q = (packed.reshape(*packed.shape[:2], 2, 1, 32) >> shifts) & 3
+    return q.reshape(*packed.shape[:2], 16, 16)

@@ -4,7 +4,7 @@ A Q4_1 block is `d, m` (float16) and 16 bytes, x = d * q + m; a Q4_0 block is `d
 x = d * (q - 8). Byte j holds weight j in its low half and weight j + 16 in its high half. Q5_0 and
 Q5_1 (x = d * (q - 16), x = d * q + m) have 4 bytes of fifth bits before these 16. A Q8_0 block is
 `d` and 32 signed bytes, x = d * q. (Source: ggml's `ggml-common.h` and `dequantize_row_*`.) All of
-these convert exactly; for Q4_K, Q5_K and Q6_K see `gguf_kquants`.
+these convert exactly; for K types see `gguf_kquants`.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,6 +26,7 @@ from mlxserve.sources.gguf_bits import (
     nibble_words,
     nibbles,
     pack,
+    unpack,
 )
 
 Q6K = Literal["8bit", "16bit"]
@@ -69,13 +70,13 @@ def to_mlx(
     rows: `[N]` integers; row i of the result is row rows[i] of the file (rows are independent, so a
     quantised matrix is reordered without loss). F32, F16 and BF16 become arrays of `tensor.shape`;
     quantised types a PackedWeight whose float32 values equal the file's: scales and biases are
-    float16, or float32 for K types. Only Q6_K differs: it becomes the nearest 8-bit PackedWeight,
-    or with q6_k="16bit" a float16 array. Raises ModelError for another type, or for scales that are
-    not finite.
+    float16, or float32 for K types. Q2_K, Q3_K and Q6_K differ: they become the nearest 8-bit
+    PackedWeight, or with q6_k="16bit" a float16 array. Raises ModelError for another type, or for
+    scales that are not finite.
     """
     check_tensor(file, tensor)
     raw = file.raw(tensor).reshape(tensor.shape[0], -1)
-    if tensor.type not in PLAIN and not (tensor.type == "Q6_K" and q6_k == "16bit"):
+    if tensor.type not in PLAIN and not (tensor.type in ROUNDED and q6_k == "16bit"):
         return _packed(file, tensor, raw, rows)
     if rows is not None:
         raw = raw[rows]
@@ -116,7 +117,7 @@ def _float16(file: GGUFFile, tensor: GGUFTensor, raw: np.ndarray) -> Converted:
     values, error = np.empty(tensor.shape, np.float16), 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for start, chunk in _chunks(raw, None):
-            exact = gguf_kquants.q6_k_dense(chunk)
+            exact = ROUNDED[tensor.type](chunk)
             rounded = values[start : start + len(chunk)] = exact.astype(np.float16)
             groups = exact.reshape(-1, GROUP)
             off = np.abs(rounded.reshape(-1, GROUP) - groups).max(-1)
@@ -125,6 +126,38 @@ def _float16(file: GGUFFile, tensor: GGUFTensor, raw: np.ndarray) -> Converted:
     if not np.isfinite(values).all():
         raise _not_finite(file, tensor)
     return Converted(mx.array(values), error)
+
+
+def dense(file: GGUFFile, tensor: GGUFTensor, rows: np.ndarray | slice) -> np.ndarray:
+    """Some rows of the tensor as the file means them: float32, `[n, ...]`.
+
+    rows: of the first axis, in this order. Raises ModelError for another type, or for scales that
+    are not finite.
+    """
+    check_tensor(file, tensor)
+    raw = file.raw(tensor).reshape(tensor.shape[0], -1)[rows]
+    with np.errstate(over="ignore", invalid="ignore"):
+        match tensor.type:
+            case "F32":
+                values = raw.view("<f4")
+            case "F16":
+                values = raw.view("<f2").astype(np.float32)
+            case "BF16":
+                values = (raw.view("<u2").astype("<u4") << 16).view("<f4")
+            case _:
+                values = _unpacked(tensor.type, raw)
+    if not np.isfinite(values).all():
+        raise _not_finite(file, tensor)
+    return values.reshape(len(raw), *tensor.shape[1:])
+
+
+def _unpacked(kind: str, raw: np.ndarray) -> np.ndarray:
+    if kind in ROUNDED:
+        return ROUNDED[kind](raw)
+    part = _QUANTISED[kind](raw)
+    q = unpack(part.words, part.bits).reshape(len(raw), -1, GROUP)
+    scales, biases = (a.astype(np.float32)[..., None] for a in (part.scales, part.biases))
+    return (scales * q + biases).reshape(len(raw), -1)
 
 
 def _chunks(raw: np.ndarray, rows: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:
@@ -180,7 +213,16 @@ _QUANTISED: dict[str, Callable[[np.ndarray], Affine]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "Q2_K": gguf_kquants.q2_k,
+    "Q3_K": gguf_kquants.q3_k,
     "Q4_K": gguf_kquants.q4_k,
     "Q5_K": gguf_kquants.q5_k,
     "Q6_K": gguf_kquants.q6_k,
+}
+
+# Types that MLX has no equal of -> what gives their weights.
+ROUNDED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Q2_K": gguf_kquants.q2_k_dense,
+    "Q3_K": gguf_kquants.q3_k_dense,
+    "Q6_K": gguf_kquants.q6_k_dense,
 }

@@ -36,11 +36,15 @@ DTYPES: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor as its header describes it. dtype: the header's word, `F16`, `U32`, ..."""
+    """One tensor as its header describes it. dtype: the header's word, `F16`, `U32`, ...
+
+    offset: of its first byte in the file.
+    """
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    offset: int
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -68,7 +72,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     spans: list[tuple[int, int, str]] = []
     entries: dict[str, Entry] = {}
     for name, value in header.items():
-        entries[name], begin, end = _entry(path, name, value)
+        entries[name], begin, end = _entry(path, name, value, 8 + length)
         spans.append((begin, end, name))
     position = 0
     for begin, end, name in sorted(spans):
@@ -98,8 +102,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(path: Path, name: str, value: Any) -> tuple[Entry, int, int]:
-    """One header entry, and where its bytes begin and end in the data."""
+def _entry(path: Path, name: str, value: Any, data: int) -> tuple[Entry, int, int]:
+    """One header entry, and where its bytes begin and end in the data, which is at byte `data`."""
     match value:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [begin, end]} if (
             all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape))
@@ -116,4 +120,4 @@ def _entry(path: Path, name: str, value: Any) -> tuple[Entry, int, int]:
         )
     if end - begin != math.prod(shape) * DTYPES[dtype]:
         raise damaged(path, f"tensor {show(name)} has {end - begin} bytes for shape {show(shape)}")
-    return Entry(path, dtype, tuple(shape)), begin, end
+    return Entry(path, dtype, tuple(shape), data + begin), begin, end

@@ -108,3 +108,23 @@ def parse_decoder(decoder: Mapping[str, Any] | None) -> Decoding:
                     "supported are ByteLevel, Metaspace, Replace, ByteFallback, Fuse and then Strip"
                 )
     return Decoding(**found)
+
+
+def make_decoder(decoding: Decoding) -> Any:
+    """The `decoder` of a tokenizer.json that `parse_decoder` reads as `decoding`.
+
+    Raises ValueError for a mark that the first token alone loses, which needs a Metaspace.
+    """
+    from tokenizers import decoders
+
+    if decoding.byte_level:
+        return decoders.ByteLevel()
+    if decoding.dropped_at_start:
+        raise ValueError(f"a decoder that drops {decoding.dropped_at_start!r} can't be made")
+    steps: list[Any] = [decoders.Replace(*pair) for pair in decoding.replacements]
+    if decoding.byte_fallback:
+        steps.append(decoders.ByteFallback())
+    steps.append(decoders.Fuse())
+    if decoding.stripped_at_start:
+        steps.append(decoders.Strip(decoding.strip_byte.decode(), decoding.stripped_at_start, 0))
+    return decoders.Sequence(steps)

@@ -6,7 +6,9 @@ import pytest
 
 from mlxserve.kernels.native import load
 from mlxserve.kernels.quantize import quantize
+from mlxserve.kernels.registry import native
 
+FLOATS = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}  # bits, group size
 KINDS = {
     "random": lambda rng, x: x,
     "constant": lambda rng, x: np.broadcast_to(x[:, :1], x.shape),
@@ -40,6 +42,65 @@ def test_every_bit_is_mlx_s(kind, kernel_level):
                 expected = mx.quantize(x.astype(dtype), group_size=group_size, bits=bits)
                 got = quantize(x.astype(dtype), bits, group_size)
                 assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+        for mode, (bits, group_size) in FLOATS.items():
+            if kind == "subnormal":  # MLX's CPU operations give these a factor of up to 2^123
+                continue
+            expected = mx.quantize(x.astype(dtype), group_size=group_size, bits=bits, mode=mode)
+            *got, biases = quantize(x.astype(dtype), bits, group_size, mode)
+            assert biases is None
+            assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("mode", FLOATS)
+def test_numbers_below_every_scale_become_nothing(mode, kernel_level):
+    if native("quantize") is None:
+        pytest.skip("only on native kernels")
+    bits, group_size = FLOATS[mode]
+    w = mx.full((4, 64), 1e-42)
+    weight, scales, _ = quantize(w, bits, group_size, mode)
+    back = mx.dequantize(weight, scales, None, group_size, bits, mode=mode, dtype=mx.float32)
+    assert float(mx.abs(back).max()) < 1e-37
+
+
+@pytest.mark.parametrize("mode", FLOATS)
+def test_every_float_is_rounded_to_the_nearest(mode, kernel_level):
+    """Codes by brute force over all that there are, in float64."""
+    bits, group_size = FLOATS[mode]
+    codes = np.arange(1 << bits, dtype=np.uint32)
+    grid = _values(codes, bits)
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(16, 96)).astype(np.float32)
+    weight, scales, _ = quantize(mx.array(x), bits, group_size, mode)
+    per_word = 32 // bits
+    shifts = np.arange(per_word, dtype=np.uint32) * bits
+    found = (np.array(weight)[..., None] >> shifts & (1 << bits) - 1).reshape(x.shape)
+    step = np.repeat(_scales(np.array(scales), mode), group_size, axis=1)
+    off = np.abs(_values(found, bits) * step - x)
+    best = np.nanmin(np.abs(grid * step[..., None] - x[..., None]), axis=-1)
+    np.testing.assert_allclose(off, best, rtol=1e-6, atol=1e-7)
+    # And a scale is as fine as it can be with the largest weight in reach (nvfp4 rounds its own).
+    largest = np.abs(x.reshape(16, -1, group_size)).max(-1) / np.nanmax(grid)
+    ratio = _scales(np.array(scales), mode) / largest
+    assert (ratio >= (1 - 2**-4 if mode == "nvfp4" else 1)).all()
+    assert (ratio < (1 + 2**-4 if mode == "nvfp4" else 2)).all()
+
+
+def _values(codes, bits):
+    """What codes of E2M1 or E4M3 stand for (OCP Microscaling Formats, version 1.0)."""
+    mantissa_bits, bias = (1, 1) if bits == 4 else (3, 7)
+    sign = np.where(codes >> (bits - 1), -1.0, 1.0)
+    rest = codes & ((1 << (bits - 1)) - 1)
+    exponent, mantissa = rest >> mantissa_bits, rest & ((1 << mantissa_bits) - 1)
+    fraction = mantissa / (1 << mantissa_bits)
+    normal = np.exp2(exponent.astype(np.float64) - bias) * (1 + fraction)
+    values = sign * np.where(exponent == 0, np.exp2(1.0 - bias) * fraction, normal)
+    return np.where(rest == 0x7F, np.nan, values) if bits == 8 else values
+
+
+def _scales(codes, mode):
+    if mode == "nvfp4":
+        return _values(codes.astype(np.uint32), 8)
+    return np.exp2(codes.astype(np.float64) - 127)
 
 
 @pytest.mark.full
@@ -57,17 +118,23 @@ def test_strided_and_empty_matrices(kernel_level):
 
 
 def test_wrong_arguments_are_refused_by_name():
-    native = load().module
-    if native is None:
+    kernels = load().module
+    if kernels is None:
         pytest.skip("only on machines with native kernels")
     w = mx.zeros((2, 64))
     with pytest.raises(ValueError, match="quantize: 7 bits aren't supported"):
-        native.quantize(w, 7, 32)
+        kernels.quantize(w, 7, 32)
     with pytest.raises(ValueError, match="quantize: groups of 16 aren't supported"):
-        native.quantize(w, 4, 16)
+        kernels.quantize(w, 4, 16)
     with pytest.raises(ValueError, match="quantize: K=64 isn't a multiple of the group 128"):
-        native.quantize(w, 4, 128)
+        kernels.quantize(w, 4, 128)
     with pytest.raises(ValueError, match="quantize: w is int32, expected a floating type"):
-        native.quantize(w.astype(mx.int32), 4, 32)
+        kernels.quantize(w.astype(mx.int32), 4, 32)
+    with pytest.raises(
+        ValueError, match="quantize_floats: 6 bits in groups of 32 aren't supported"
+    ):
+        kernels.quantize_floats(w, 6, 32)
+    with pytest.raises(ValueError, match="quantize_floats: K=40 isn't a multiple of the group 16"):
+        kernels.quantize_floats(mx.zeros((2, 40)), 4, 16)
     with pytest.raises(ValueError, match=r"quantize: w has shape \[64\], expected 2 dimensions"):
-        native.quantize(w[0], 4, 32)
+        kernels.quantize(w[0], 4, 32)

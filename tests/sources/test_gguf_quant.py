@@ -10,7 +10,7 @@ from mlxserve.errors import ModelError, RequestError
 from mlxserve.kernels.quantized import PackedWeight, dequantize
 from mlxserve.sources.checkpoint import open_checkpoint
 from mlxserve.sources.gguf import read_gguf
-from mlxserve.sources.gguf_quant import check_tensor, to_mlx
+from mlxserve.sources.gguf_quant import check_tensor, dense, to_mlx
 from tests.sources.making import one_line, quantised, write_gguf
 
 EXACT = {
@@ -22,12 +22,13 @@ EXACT = {
     Kind.Q4_K: 4,
     Kind.Q5_K: 5,
 }
-K_TYPES = (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+K_TYPES = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
 # Where the float16 numbers of a block lie.
 HALVES = dict.fromkeys(EXACT, (0,)) | dict.fromkeys(
     (Kind.Q4_1, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K), (0, 2)
 )
-HALVES[Kind.Q6_K] = (208,)
+HALVES |= {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q6_K: (208,)}
+ROUNDED = (Kind.Q2_K, Kind.Q3_K, Kind.Q6_K)
 
 
 def packed_file(path, name, raw, kind):
@@ -111,6 +112,35 @@ def test_q6_k_becomes_the_nearest_8_bits(tmp_path, source):
     assert (errors < 2e-6).mean() >= 0.5
 
 
+@pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q3_K])
+def test_q2_k_and_q3_k_become_the_nearest_8_bits(tmp_path, kind):
+    raw = random_blocks(np.random.default_rng(6), kind, 64, 1024)
+    file = packed_file(tmp_path / "q.gguf", "t", raw, kind)
+    got, error = to_mlx(file, file.tensors["t"])
+    assert isinstance(got, PackedWeight)
+    assert (got.shape, got.bits, got.group_size) == ((64, 1024), 8, 32)
+    errors = relative_errors(np.array(dequantize(got, mx.float32)), oracle(raw, kind))
+    assert errors.max() == pytest.approx(error, rel=1e-2)
+    assert errors.max() < 0.0028
+    got = to_mlx(file, file.tensors["t"], q6_k="16bit").value
+    np.testing.assert_array_equal(np.array(got), oracle(raw, kind).astype(np.float16))
+
+
+@pytest.mark.parametrize("kind", [*EXACT, *ROUNDED, Kind.F32, Kind.F16, Kind.BF16])
+def test_dense_rows_are_what_the_file_means(tmp_path, kind):
+    rng = np.random.default_rng(9)
+    if kind in HALVES:
+        raw = random_blocks(rng, kind, 40, 512, largest=3.0)
+    else:
+        raw = quantised(rng.standard_normal((40, 64)), kind)
+    file = packed_file(tmp_path / "d.gguf", "t", raw, kind)
+    order = rng.permutation(40)[:7]
+    for rows in (slice(3, 20), order):
+        got = dense(file, file.tensors["t"], rows)
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got, oracle(raw, kind)[rows])
+
+
 def test_q6_k_groups_of_one_value(tmp_path):
     """No range at all, or no scale at all: the bias says it."""
     raw = np.zeros((3, 210), np.uint8)
@@ -170,7 +200,7 @@ def test_plain_tensors_keep_their_dtype(tmp_path, kind, dtype):
         np.testing.assert_array_equal(np.array(got.astype(mx.float32)), want)
 
 
-@pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q3_K, Kind.Q8_1, Kind.IQ4_NL, Kind.MXFP4])
+@pytest.mark.parametrize("kind", [Kind.Q8_1, Kind.IQ4_NL, Kind.MXFP4])
 def test_other_types_are_refused_by_name(tmp_path, kind):
     block, nbytes = gguf.GGML_QUANT_SIZES[kind]
     raw = np.zeros((2, 256 // block * nbytes), np.uint8)
@@ -200,6 +230,9 @@ def test_quantised_tensors_are_matrices(tmp_path, shape):
         (Kind.Q4_K, np.inf, "8bit"),
         (Kind.Q5_K, np.nan, "8bit"),
         (Kind.Q6_K, np.inf, "8bit"),
+        (Kind.Q2_K, np.inf, "8bit"),
+        (Kind.Q3_K, np.nan, "8bit"),
+        (Kind.Q3_K, np.nan, "16bit"),
         (Kind.Q6_K, np.nan, "16bit"),
         (Kind.Q6_K, 1e3, "16bit"),
     ],

@@ -13,7 +13,7 @@ FUNCTION_LINES = 60
 def main() -> None:
     """Print them, largest first."""
     found: list[tuple[int, str]] = []
-    for path in sorted(Path("mlxserve").rglob("*.py")):
+    for path in sorted([*Path("mlxserve").rglob("*.py"), *Path("convert").rglob("*.py")]):
         text = path.read_text(encoding="utf-8")
         if (lines := text.count("\n")) > FILE_LINES:
             found.append((lines, str(path)))

@@ -116,6 +116,16 @@ struct Quantize {
   int bits, group;
 };
 
+// w in groups along its rows, each with a scale: floats of 4 (E2M1) or 8 bits (E4M3) times a power
+// of two (E8M0, groups of 32) or an E4M3 number (groups of 16).
+struct QuantizeFloats {
+  const void* w;  // whole groups, of `number`
+  Number number;  // f32, f16 or bf16
+  uint8_t* out;   // codes end to end, low bits first
+  uint8_t* scales;
+  int bits, group;  // 4 and 32, 8 and 32, or 4 and 16
+};
+
 // A head's page of keys or values, to be packed.
 struct PackPage {
   const void* x;          // [tokens, dim] of `number`
@@ -147,6 +157,7 @@ struct Kernels {
   void (*greedy)(const Greedy&, int64_t begin, int64_t end);
   // Groups begin .. end.
   void (*quantize)(const Quantize&, int64_t begin, int64_t end);
+  void (*quantize_floats)(const QuantizeFloats&, int64_t begin, int64_t end);
   // One part, in scratch_floats floats of scratch. partials: null to write its queries' results,
   // else [blocks of the part, queries, partial_floats], to be merged.
   void (*attend)(const Attention&, const AttentionPart&, float* partials, float* scratch);

@@ -6,6 +6,7 @@
 #include "matmul.h"
 #include "pack_pages.h"
 #include "quantize.h"
+#include "quantize_floats.h"
 #include "rope.h"
 #include "rows.h"
 #include "select.h"
@@ -13,8 +14,9 @@
 namespace KERNELS {
 
 static constexpr mlxserve::Kernels table(const char* name) {
-  return {name,   matmul, to_whole, rms_norm, layer_norm, gated,     soft_cap,    rope,
-          select, greedy, quantize, attend,   merge,      pack_keys, pack_values, to_cache};
+  return {name,     matmul, to_whole,  rms_norm,    layer_norm, gated,
+          soft_cap, rope,   select,    greedy,      quantize,   quantize_floats,
+          attend,   merge,  pack_keys, pack_values, to_cache};
 }
 
 }  // namespace KERNELS

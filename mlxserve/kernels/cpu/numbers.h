@@ -56,6 +56,15 @@ ALWAYS_INLINE float e4m3_value(uint8_t x) {
   return float_of(sign | bits_of_float(y));
 }
 
+// Rounds half to even, and what is too large to 448, the largest; x may not be negative.
+ALWAYS_INLINE uint8_t e4m3_bits(float x) {
+  const uint32_t bits = bits_of_float(x);
+  if (!(x < 448)) return 0x7e;
+  // A subnormal: let float addition round it at 2^-9.
+  if (x < 0x1p-6f) return (uint8_t)(bits_of_float(x + 0x1p14f) - (141 << 23));
+  return (uint8_t)((bits - (120 << 23) + 0x7ffff + (bits >> 20 & 1)) >> 20);
+}
+
 // A power of two: 2^(x - 127). 0 stands for 2^-127, which is a subnormal float32.
 ALWAYS_INLINE float e8m0_value(uint8_t x) {
   return x ? float_of((uint32_t)x << 23) : 0x1p-127f;

@@ -29,8 +29,6 @@ static inline void store_number(void* p, int64_t i, float x) {
   }
 }
 
-constexpr int MAX_GROUP = 128;
-
 // Of fields WIDTH bits wide, each pair's BITS low bits end to end, in a field twice as wide.
 template <int BITS, int WIDTH>
 ALWAYS_INLINE uint64_t join_fields(uint64_t x) {
@@ -43,11 +41,13 @@ ALWAYS_INLINE uint64_t join_fields(uint64_t x) {
 // 16 numbers of BITS bits, low bits first: 2 * BITS bytes.
 template <int BITS>
 static inline void pack16(vi q, uint8_t* out) {
-  uint8_t bytes[LANES];
-  istore_u8(bytes, q);
   if constexpr (BITS == 8) {
-    memcpy(out, bytes, LANES);
+    istore_u8(out, q);
+  } else if constexpr (BITS == 4) {
+    istore_u4(out, q);
   } else {
+    uint8_t bytes[LANES];
+    istore_u8(bytes, q);
     uint64_t words[2];
     memcpy(words, bytes, LANES);
     for (uint64_t& x : words) {
@@ -63,49 +63,66 @@ static inline void pack16(vi q, uint8_t* out) {
   }
 }
 
-// One group: scale and bias in float32, q from those and not from what is stored.
-template <Number N, int BITS>
-static inline void quantize_group(const Quantize& a, int64_t g) {
-  const int64_t first = g * a.group;
-  alignas(64) float widened[MAX_GROUP];
-  const float* w = widened;
-  if constexpr (N == Number::f32) w = (const float*)a.w + first;
-  else
-    for (int i = 0; i < a.group; i += LANES) vstore(widened + i, load_number<N>(a.w, first + i));
+static inline vf vabs(vf x) {
+  return vbits(iand(ibits(x), iset(0x7fffffff)));
+}
+
+// The smallest and largest of a group's numbers.
+template <Number N>
+static inline void group_range(const Quantize& a, int64_t g, float* least, float* most) {
   const vf infinity = vset(__builtin_inff());
   vf low = infinity, high = vsub(vset(0), infinity);
-  for (int i = 0; i < a.group; i += LANES) {
-    const vf x = vload(w + i);
+  for (int64_t i = g * a.group; i < (g + 1) * a.group; i += LANES) {
+    const vf x = load_number<N>(a.w, i);
     low = vmin(x, low);  // this way round a NaN in x is passed over
     high = vmax(x, high);
   }
-  const float most = vmaxall(high), least = -vmaxall(vsub(vset(0), low));
-  constexpr float top = (1 << BITS) - 1;
-  float scale = (most - least) / top;
-  if (!(scale > 1e-7f)) scale = 1e-7f;
+  *least = -vmaxall(vsub(vset(0), low));
+  *most = vmaxall(high);
+}
+
+// Scales and biases of 16 groups at once, in float32.
+static inline void scales_of(vf least, vf most, float top, vf* scale, vf* bias) {
+  const vf smallest = vset(1e-7f), zero = vset(0);
+  vf step = vdiv(vsub(most, least), vset(top));
+  step = vselect_less(smallest, step, step, smallest);
   // q = 0 is the edge of larger magnitude, exactly; the step is set so that 0 is a whole q too.
-  const bool negative_edge = __builtin_fabsf(least) > __builtin_fabsf(most);
-  if (!negative_edge) scale = -scale;
-  const float edge = negative_edge ? least : most;
-  const float q0 = __builtin_rintf(edge / scale);
-  float bias = 0;
-  if (q0 != 0) {
-    scale = edge / q0;
-    bias = edge;
-  }
+  const vf low_size = vabs(least), high_size = vabs(most);
+  step = vselect_less(high_size, low_size, step, vsub(zero, step));
+  const vf edge = vselect_less(high_size, low_size, least, most);
+  const vf q0 = vround(vdiv(edge, step)), size = vabs(q0);
+  *scale = vselect_less(zero, size, vdiv(edge, q0), step);
+  *bias = vselect_less(zero, size, edge, zero);
+}
+
+// A group's q, from the scale and bias in float32 and not from what is stored.
+template <Number N, int BITS>
+static inline void quantize_group(const Quantize& a, int64_t g, float scale, float bias) {
+  constexpr float top = (1 << BITS) - 1;
+  const int64_t first = g * a.group;
   uint8_t* out = a.out + first * BITS / 8;
   const vf step = vset(scale), shift = vset(bias);
   for (int i = 0; i < a.group; i += LANES, out += 2 * BITS) {
-    const vf q = vround(vdiv(vsub(vload(w + i), shift), step));
+    const vf q = vround(vdiv(vsub(load_number<N>(a.w, first + i), shift), step));
     pack16<BITS>(vtoint(vmin(vmax(q, vset(0)), vset(top))), out);
   }
   store_number<N>(a.scales, g, scale);
   store_number<N>(a.biases, g, bias);
 }
 
+// 16 groups at a time, in three passes, so that no group waits for the one before.
 template <Number N, int BITS>
 static inline void quantize_groups(const Quantize& a, int64_t begin, int64_t end) {
-  for (int64_t g = begin; g < end; g++) quantize_group<N, BITS>(a, g);
+  for (int64_t g = begin; g < end; g += LANES) {
+    const int n = end - g < LANES ? (int)(end - g) : LANES;
+    alignas(64) float least[LANES] = {}, most[LANES] = {}, scales[LANES], biases[LANES];
+    for (int i = 0; i < n; i++) group_range<N>(a, g + i, least + i, most + i);
+    vf scale, bias;
+    scales_of(vload(least), vload(most), (1 << BITS) - 1, &scale, &bias);
+    vstore(scales, scale);
+    vstore(biases, bias);
+    for (int i = 0; i < n; i++) quantize_group<N, BITS>(a, g + i, scales[i], biases[i]);
+  }
 }
 
 template <Number N>

@@ -104,10 +104,17 @@ static inline void vstore(float* p, vf x) {
   _mm256_storeu_ps(p + 8, x.b);
 }
 // The low byte of each lane; lanes must be 0 .. 255.
-static inline void istore_u8(uint8_t* p, vi x) {
+static inline __m128i ibytes(vi x) {
   const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(x.a, x.b), 0xd8);
-  const __m128i low = _mm256_castsi256_si128(words), high = _mm256_extracti128_si256(words, 1);
-  _mm_storeu_si128((__m128i*)p, _mm_packus_epi16(low, high));
+  return _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+static inline void istore_u8(uint8_t* p, vi x) {
+  _mm_storeu_si128((__m128i*)p, ibytes(x));
+}
+// The low 4 bits, low bits first; lanes must be 0 .. 15.
+static inline void istore_u4(uint8_t* p, vi x) {
+  const __m128i pairs = _mm_maddubs_epi16(ibytes(x), _mm_set1_epi16(0x1001));
+  _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(pairs, pairs));
 }
 static inline void vstore_f16(uint16_t* p, vf x) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));

@@ -146,6 +146,10 @@ static inline void vstore(float* p, vf x) {
 static inline void istore_u8(uint8_t* p, vi x) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x));
 }
+static inline void istore_u4(uint8_t* p, vi x) {
+  const __m128i pairs = _mm_maddubs_epi16(_mm512_cvtepi32_epi8(x), _mm_set1_epi16(0x1001));
+  _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(pairs, pairs));
+}
 static inline void vstore_f16(uint16_t* p, vf x) {
   _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }

@@ -93,6 +93,9 @@ static inline void vstore(float* p, vf x) {
 static inline void istore_u8(uint8_t* p, vi x) {
   for (int i = 0; i < 16; i++) p[i] = (uint8_t)x.v[i];
 }
+static inline void istore_u4(uint8_t* p, vi x) {
+  for (int i = 0; i < 8; i++) p[i] = (uint8_t)(x.v[2 * i] | x.v[2 * i + 1] << 4);
+}
 static inline void vstore_f16(uint16_t* p, vf x) {
   for (int i = 0; i < 16; i++) p[i] = mlxserve::f16_bits(x.v[i]);
 }

@@ -1,0 +1,104 @@
+"""The model card: a README.md with what the Hub wants to know, and what a reader does."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from mlxserve.files import read_text
+from mlxserve.report import count_bytes
+from mlxserve.sources.mlx_quant import Quantised
+
+from .plan import Item, Plan
+
+_FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
+_KEPT = ("license", "license_name", "license_link", "language")
+QUALITY = "<!-- quality -->"  # where measurements are put in
+
+
+def model_card(plan: Plan, source: Path, repo: str | None, packed: str) -> str:
+    """The card's text.
+
+    source: the directory or file that was converted; repo: its name on the Hub, if it has one;
+    packed: the kinds of packed numbers that it had, "" if none.
+    """
+    front = ["library_name: mlx", "pipeline_tag: text-generation", "tags:", "- mlx"]
+    if repo is not None:
+        front += [f"base_model: {repo}", "base_model_relation: quantized"]
+    front += _kept_front(source / "README.md")
+    name = source.resolve().name.removesuffix(".gguf") if repo is None else repo.rpartition("/")[2]
+    origin = f"`{name}`" if repo is None else f"[{repo}](https://huggingface.co/{repo})"
+    lines = [
+        "---",
+        *front,
+        "---",
+        "",
+        f"# {name}, {'converted' if plan.recipe is None else 'quantised'} for MLX",
+        "",
+        f"Made from {origin} by `mlxserve convert`.",
+        "",
+        *_facts(plan, packed),
+        "",
+        QUALITY,
+        "",
+        "## How to run it",
+        "",
+        "```",
+        "mlxserve chat --model PATH",
+        "mlx_lm.chat --model PATH",
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _facts(plan: Plan, packed: str) -> list[str]:
+    rows = [
+        ("parameters", f"{plan.parameters:,}"),
+        ("size", count_bytes(plan.weight_bytes)),
+        ("bits per weight", f"{plan.bits_per_weight:.2f}"),
+        ("recipe", (plan.recipe.name or "one for all") if plan.recipe else "not quantised"),
+    ]
+    for scheme, items in _by_scheme(plan.items):
+        size = sum(item.parameters for item in items) / plan.parameters
+        what = describe(scheme) if scheme else "not quantised, " + _dtypes(items)
+        rows.append((what, f"{size:.1%} of the weights: {_ends(items)}"))
+    if packed:
+        rows.append(("the source's own numbers", f"{packed}, unpacked first"))
+    return ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)]
+
+
+def describe(scheme: Quantised) -> str:
+    """A scheme in words."""
+    kind = "" if scheme.mode == "affine" else f"{scheme.mode}, "
+    return f"{kind}{scheme.bits} bits in groups of {scheme.group_size}"
+
+
+def _by_scheme(items: Iterable[Item]) -> list[tuple[Quantised | None, list[Item]]]:
+    found: dict[Quantised | None, list[Item]] = {}
+    for item in items:
+        found.setdefault(item.scheme, []).append(item)
+    return sorted(found.items(), key=lambda pair: -sum(i.parameters for i in pair[1]))
+
+
+def _dtypes(items: Iterable[Item]) -> str:
+    return " and ".join(sorted({item.parts[0].dtype for item in items}))
+
+
+def _ends(items: Iterable[Item]) -> str:
+    """What the tensors are called, without their layers."""
+    names = (item.parts[0].name.removesuffix(".weight").removesuffix(".bias") for item in items)
+    return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+
+
+def _kept_front(card: Path) -> list[str]:
+    """The licence and languages of the source's own card."""
+    if not card.is_file():
+        return []
+    found = _FRONT.match(read_text(card))
+    lines, keep = [], False
+    for line in found[1].split("\n") if found else []:
+        if not line.startswith((" ", "-")):
+            keep = line.partition(":")[0] in _KEPT
+        if keep:
+            lines.append(line)
+    return lines
