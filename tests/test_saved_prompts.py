@@ -195,7 +195,7 @@ def test_a_prompt_or_a_place_that_cannot_be_saved(path, tiny_model_dir):
         for prompt, target, message in (
             ("", path, "the prompt is empty"),
             ([999], path, "prompt token id 999"),
-            ("x" * 5000, path, "the prompt has 5000 tokens"),
+            ("x" * 5000, path, "it has 5000 tokens"),
             (BOOK, path.parent, "is a directory"),
             (BOOK, path / "no" / "c", "there is no directory"),
         ):
