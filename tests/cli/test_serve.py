@@ -221,7 +221,10 @@ main()
     with running(cli, [sys.executable, "-c", source]) as server:
         with server.stream() as response:
             got = [line for line in response.iter_lines() if line.startswith("data: ")]
-        assert "the engine has stopped, and the server ends" in json.loads(got[-1][6:])["error"]["message"]
+        assert (
+            "the engine has stopped, and the server ends"
+            in json.loads(got[-1][6:])["error"]["message"]
+        )
         assert server.end() == 1
         assert server.lines[-1] == "the engine has stopped: a page too few; the server ends"
 

@@ -2,8 +2,19 @@
 
 import re
 
+import pytest
+
+EACH = 4  # one of so many is in `make test`, since each is compiled; `make test-slow` has all
 BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\([^;]*\);")
 BOUND = re.compile(r"(?<=[\w)\]]) < (?=[\w(])")
+
+
+def params(mutants, name):
+    """For `parametrize`: name gives the id of one, which is a tuple."""
+    return [
+        pytest.param(*each, id=name(*each), marks=() if i % EACH == 0 else pytest.mark.slow)
+        for i, each in enumerate(mutants)
+    ]
 
 
 def mutants_of(text, swapped):

@@ -15,7 +15,7 @@ from mlxserve.kernels import attention
 from mlxserve.kernels.attention import Options
 from mlxserve.kernels.metal import paged_attention
 from tests.kernels.paged import Paged
-from tests.metal.mutation import mutants_of
+from tests.metal.mutation import mutants_of, params
 from tests.support.metal import KernelError, cost, emulate
 
 pytestmark = pytest.mark.full
@@ -210,7 +210,7 @@ def test_mutants_that_are_left_out_exist():
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "source"), mutants(), ids=[f"{name}: {what}" for name, what, _ in mutants()]
+    ("name", "what", "source"), params(mutants(), lambda name, what, _: f"{name}: {what}")
 )
 def test_a_mutant_is_caught(name, what, source):
     cases = (0, 1) if name == "paged_attention" else (0, 3, 1, 2)

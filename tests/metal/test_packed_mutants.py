@@ -13,10 +13,10 @@ from mlxserve.kernels.metal import packed_attention, paged_attention
 from mlxserve.kernels.metal.launch import source
 from mlxserve.kernels.pages import PackedPages
 from tests.kernels.paged import Paged
-from tests.metal.mutation import mutants_of
+from tests.metal.mutation import mutants_of, params
 from tests.support.metal import KernelError, cost, emulate
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 KERNEL = packed_attention.PACKED_PARTS
 CODES = source("codes.metal")
@@ -237,9 +237,7 @@ def test_mutants_that_are_left_out_exist():
     assert EQUIVALENT.keys() <= {what for what, _, _ in every_mutant()}
 
 
-@pytest.mark.parametrize(
-    ("what", "text", "header"), mutants(), ids=[what for what, _, _ in mutants()]
-)
+@pytest.mark.parametrize(("what", "text", "header"), params(mutants(), lambda what, *_: what))
 def test_a_mutant_is_caught(what, text, header):
     mutant = dataclasses.replace(KERNEL, source=text, header=header)
     if all(works(index, mutant) for index in range(4)):
