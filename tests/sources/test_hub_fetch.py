@@ -317,7 +317,7 @@ def test_two_at_once_download_once(server, cache, child):
     assert server.half.wait(60)
     second = child()
     with pytest.raises(subprocess.TimeoutExpired):
-        second.wait(3)
+        second.wait(8)  # to start, and then to wait
     server.go.set()
     results = [json.loads(p.communicate(timeout=60)[0]) for p in (first, second)]
     assert [r["waited"] for r in results] == [False, True]
