@@ -147,6 +147,7 @@ def test_a_stall_between_two_tokens_is_seen(llm, server, caplog):
         llm._engine.call(lambda core: time.sleep(0.3))
         while sock.recv(65536):
             pass
+    wait_until(lambda: caplog.messages, "a line")
     after = metrics_of(server)
     over = {at: after[f"{name} le={at}"] - before[f"{name} le={at}"] for at in ("+Inf", "0.2")}
     assert over["+Inf"] == 899
@@ -307,6 +308,7 @@ def test_a_line_of_a_call_has_the_reason_that_the_reply_has(server, caplog):
     tool = {"type": "function", "function": {"name": "clock"}}
     got = server.chat(tools=[tool], tool_choice="required", max_tokens=600, seed=1)
     assert got.json()["choices"][0]["finish_reason"] == "tool_calls"
+    wait_until(lambda: caplog.messages, "a line")
     assert "finish_reason tool_calls" in caplog.messages[-1]
 
 
