@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -16,6 +18,7 @@ from mlxserve.server.delivery import Delivery
 from mlxserve.server.journal import Entry
 from mlxserve.server.problems import AnthropicErrorReply, Problem, error_form
 from mlxserve.server.service import Service, read, reply, service
+from mlxserve.server.turn import Turn
 from mlxserve.types import TokenOut
 
 DONE = b"data: [DONE]\n\n"
@@ -25,38 +28,70 @@ Event = msgspec.Struct | tuple[str, Any] | bytes
 """What is sent of a stream at once: with its name where the dialect names events, or as it is."""
 
 
-class Exchange(Protocol):
-    """What an endpoint has made of a request. streams: whether the client wants events."""
+class Body(Protocol):
+    """What the bodies of all dialects have."""
 
     @property
-    def delivery(self) -> Delivery: ...
+    def model(self) -> str | None: ...
 
     @property
-    def streams(self) -> bool: ...
+    def stream(self) -> bool | None: ...
+
+
+B = TypeVar("B", bound=Body)
+
+
+@dataclass(eq=False)
+class Exchange(ABC, Generic[B]):
+    """What an endpoint has made of a request. asked: its body."""
+
+    served: Service
+    asked: B
+    delivery: Delivery
+
+    @property
+    def streams(self) -> bool:
+        """Whether the client wants events."""
+        return bool(self.asked.stream)
 
     @property
     def model(self) -> str:
         """The name that the answer goes by."""
-        ...
+        return self.served.name_of(self.asked.model)
 
+    @abstractmethod
     def finish_reason(self, index: int) -> str:
         """Why an answer ended, in OpenAI's words."""
-        ...
 
+    @abstractmethod
     def take(self, index: int, piece: str, out: TokenOut) -> None:
         """Take in what is new of an answer that will be told as a whole."""
-        ...
 
+    @abstractmethod
     def reply(self) -> msgspec.Struct:
         """All of it, once it has ended."""
-        ...
 
+    @abstractmethod
     def events(self) -> AsyncGenerator[Event | None]:
         """What is new, as it comes; None keeps the line open."""
-        ...
 
 
-Prepare = Callable[[Service, bytes, str], tuple[Exchange, list[str]]]
+@dataclass(eq=False)
+class ChatExchange(Exchange[B]):
+    """One whose answers are a model's turn in a chat."""
+
+    turn: Turn
+
+    def finish_reason(self, index: int) -> str:
+        """See `Exchange`."""
+        return self.turn.finish_reason(index)
+
+    def take(self, index: int, piece: str, out: TokenOut) -> None:
+        """See `Exchange`."""
+        self.turn.feed(index, piece, out)
+
+
+Prepare = Callable[[Service, bytes, str], tuple[Exchange[Any], list[str]]]
 """Of a body and a tenant's name: what to do, and the fields that had no effect. Finds everything
 that can be wrong with a request; raises RequestError and Problem."""
 

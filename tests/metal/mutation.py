@@ -2,7 +2,11 @@
 
 import re
 
+import numpy as np
 import pytest
+
+from mlxserve.kernels import attention
+from tests.support.metal import KernelError
 
 EACH = 4  # one of so many is in `make test`, since each is compiled; `make test-slow` has all
 BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\([^;]*\);")
@@ -38,3 +42,12 @@ def _place(text, found):
 
 def _replaced(text, found, new):
     return text[: found.start()] + new + text[found.end() :]
+
+
+def attends_rightly(run, q, cache, how, expected):
+    """Whether attention through `run` has no fault that the emulator finds, and is right."""
+    try:
+        out = attention._metal(run, q, cache.hot, cache.pool, cache.described, how)
+    except KernelError:
+        return False
+    return np.allclose(np.array(out, np.float64), expected, atol=2e-3)

@@ -11,12 +11,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxserve.kernels import attention
 from mlxserve.kernels.attention import Options
 from mlxserve.kernels.metal import paged_attention
 from tests.kernels.paged import Paged
-from tests.metal.mutation import mutants_of, params
-from tests.support.metal import KernelError, cost, emulate
+from tests.metal.mutation import attends_rightly, mutants_of, params
+from tests.support.metal import cost, emulate
 
 pytestmark = pytest.mark.full
 
@@ -181,12 +180,7 @@ def works(index, source_of):
         long = index > 1 and launch.kernel.name != "paged_attention_merge"
         return emulate(launch, mode="fast" if long else "check", timeout_s=20)
 
-    q, cache, how, expected = case(index)
-    try:
-        out = attention._metal(run, q, cache.hot, cache.pool, cache.described, how)
-    except KernelError:
-        return False
-    return np.allclose(np.array(out, np.float64), expected, atol=2e-3)
+    return attends_rightly(run, *case(index))
 
 
 def reads_what_it_sees(kernel):

@@ -7,14 +7,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxserve.kernels import attention
 from mlxserve.kernels.attention import Options, PagedRows
 from mlxserve.kernels.metal import packed_attention, paged_attention
 from mlxserve.kernels.metal.launch import source
 from mlxserve.kernels.pages import PackedPages
 from tests.kernels.paged import Paged
-from tests.metal.mutation import mutants_of, params
-from tests.support.metal import KernelError, cost, emulate
+from tests.metal.mutation import attends_rightly, mutants_of, params
+from tests.support.metal import cost, emulate
 
 pytestmark = pytest.mark.full
 
@@ -207,12 +206,7 @@ def works(index, kernel):
             launch = dataclasses.replace(launch, kernel=kernel)
         return emulate(launch, mode="check" if ours else "fast", timeout_s=20)
 
-    q, cache, how, expected = case(index)
-    try:
-        out = attention._metal(run, q, cache.hot, cache.pool, cache.described, how)
-    except KernelError:
-        return False
-    return np.allclose(np.array(out, np.float64), expected, atol=2e-3)
+    return attends_rightly(run, *case(index))
 
 
 def loaded_bytes(kernel):

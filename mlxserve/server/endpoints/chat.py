@@ -14,8 +14,7 @@ from mlxserve.checks import checked_integer
 from mlxserve.grammar import Grammar
 from mlxserve.server import openai, turn
 from mlxserve.server.body import parse
-from mlxserve.server.delivery import Delivery
-from mlxserve.server.exchange import DONE, Event, answer
+from mlxserve.server.exchange import DONE, ChatExchange, Event, answer
 from mlxserve.server.problems import Problem
 from mlxserve.server.schema import (
     ChatChoice,
@@ -32,7 +31,7 @@ from mlxserve.server.schema import (
 from mlxserve.server.service import Service, new_id, now
 from mlxserve.server.tools import check_tools
 from mlxserve.text.parsers import Content, Delta, Reasoning, ToolCall
-from mlxserve.types import Logprob, SamplingParams, TokenOut
+from mlxserve.types import Logprob, SamplingParams
 
 
 async def chat_completions(request: Request) -> Response:
@@ -77,39 +76,16 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Chat, list[str
     ignored += [f"chat_template_kwargs.{n}" for n in turn.unread(served, tools, variables)]
     if effort and not turn.reads_any(served, tools, effort):
         ignored.append("reasoning_effort")
-    return _Chat(served, asked, found, include_usage), ignored
+    return _Chat(served, asked, found.delivery, found, include_usage), ignored
 
 
 @dataclass(eq=False)
-class _Chat:
+class _Chat(ChatExchange[ChatRequest]):
     """A chat under way, and how it is told."""
 
-    served: Service
-    asked: ChatRequest
-    turn: turn.Turn
     include_usage: bool
     id: str = field(default_factory=lambda: new_id("chatcmpl-"))
     created: int = field(default_factory=now)
-
-    @property
-    def delivery(self) -> Delivery:
-        return self.turn.delivery
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.asked.stream)
-
-    @property
-    def model(self) -> str:
-        return self.served.name_of(self.asked.model)
-
-    def finish_reason(self, index: int) -> str:
-        """See `Exchange`."""
-        return self.turn.finish_reason(index)
-
-    def take(self, index: int, piece: str, out: TokenOut) -> None:
-        """See `Exchange`."""
-        self.turn.feed(index, piece, out)
 
     def reply(self) -> ChatReply:
         """All of it."""

@@ -15,7 +15,7 @@ from mlxserve.errors import RequestError
 from mlxserve.server import openai
 from mlxserve.server.body import parse
 from mlxserve.server.delivery import Delivery
-from mlxserve.server.exchange import DONE, Event, answer
+from mlxserve.server.exchange import DONE, Event, Exchange, answer
 from mlxserve.server.problems import Problem
 from mlxserve.server.schema import (
     CompletionRequest,
@@ -77,7 +77,7 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Texts, list[st
         if asked.echo:
             told += [_Prompt.of(served.llm.tokenizer, ids, prompt)] * params.drawn
     delivery = Delivery(served.llm, served.mailbox, answers)
-    return _Texts(served, asked, params, delivery, include_usage, told), ignored
+    return _Texts(served, asked, delivery, params, include_usage, told), ignored
 
 
 def _prompts(given: str | list[Any]) -> list[Any]:
@@ -120,16 +120,13 @@ class _Prompt:
 
 
 @dataclass(eq=False)
-class _Texts:
+class _Texts(Exchange[CompletionRequest]):
     """Texts under way, and how they are told. Answers to one prompt lie side by side.
 
     prompts: of each answer, if it is echoed.
     """
 
-    served: Service
-    asked: CompletionRequest
     params: SamplingParams
-    delivery: Delivery
     include_usage: bool
     prompts: Sequence[_Prompt]
     id: str = field(default_factory=lambda: new_id("cmpl-"))
@@ -139,14 +136,6 @@ class _Texts:
     @property
     def answers(self) -> list[Answer]:
         return list(self.delivery.answers)
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.asked.stream)
-
-    @property
-    def model(self) -> str:
-        return self.served.name_of(self.asked.model)
 
     def finish_reason(self, index: int) -> str:
         """See `Exchange`."""

@@ -24,12 +24,11 @@ from mlxserve.server.anthropic import (
     Usage,
 )
 from mlxserve.server.body import ignored_header, parse
-from mlxserve.server.delivery import Delivery
-from mlxserve.server.exchange import Event, answer
+from mlxserve.server.exchange import ChatExchange, Event, answer
 from mlxserve.server.service import Service, new_id, read, reply, service
 from mlxserve.server.tools import Tools, check_tools
 from mlxserve.text.parsers import Content, Delta, Reasoning, ToolCall
-from mlxserve.types import SamplingParams, TokenOut
+from mlxserve.types import SamplingParams
 
 DEFAULT_TEMPERATURE = 1.0
 
@@ -90,7 +89,7 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Message, list[
         ),
     )
     ignored += _without_effect(served, asked, tools)
-    return _Message(served, asked, found), ignored
+    return _Message(served, asked, found.delivery, found), ignored
 
 
 def _tools(served: Service, asked: CountRequest) -> Tools:
@@ -125,35 +124,12 @@ def _without_effect(served: Service, asked: CountRequest, tools: Tools) -> list[
 
 
 @dataclass(eq=False)
-class _Message:
+class _Message(ChatExchange[MessagesRequest]):
     """An answer under way, and how it is told."""
 
-    served: Service
-    asked: MessagesRequest
-    turn: turn.Turn
     id: str = field(default_factory=lambda: new_id("msg_"))
     _open: type[Delta] | None = None
     _index: int = -1
-
-    @property
-    def delivery(self) -> Delivery:
-        return self.turn.delivery
-
-    @property
-    def streams(self) -> bool:
-        return bool(self.asked.stream)
-
-    @property
-    def model(self) -> str:
-        return self.served.name_of(self.asked.model)
-
-    def finish_reason(self, index: int) -> str:
-        """See `Exchange`."""
-        return self.turn.finish_reason(index)
-
-    def take(self, index: int, piece: str, out: TokenOut) -> None:
-        """See `Exchange`."""
-        self.turn.feed(index, piece, out)
 
     def reply(self) -> MessageReply:
         """All of it."""
