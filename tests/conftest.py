@@ -1,6 +1,8 @@
 """Fixtures that several folders share."""
 
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -13,6 +15,13 @@ pytest_plugins = ["tests.support.ci"]
 settings.register_profile("same", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("same")
+
+
+@pytest.fixture(autouse=True)
+def same_seeds(request, monkeypatch):
+    """Requests without a seed draw other ones within a test, and the same ones in every run."""
+    drawn = SimpleNamespace(randbits=Random(request.node.nodeid).getrandbits)
+    monkeypatch.setattr("mlxserve.sequence.secrets", drawn)
 
 
 @pytest.fixture(scope="session")
