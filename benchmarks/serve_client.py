@@ -11,41 +11,62 @@ import asyncio
 import json
 import sys
 import time
+from typing import cast
 from urllib.parse import urlsplit
 
 
-async def stream(host: str, port: int, body: bytes, start: asyncio.Event) -> list[float]:
-    """Send one request; returns when each of its events came."""
-    reader, writer = await asyncio.open_connection(host, port)
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    await start.wait()
-    sent_s = time.perf_counter()
-    writer.write(head.encode() + body)
-    at_s, first = [], b""
-    async for line in reader:
-        first = first or line
-        if line.startswith(b"data: {"):
-            at_s.append(time.perf_counter() - sent_s)
-    writer.close()
-    if b" 200 " not in first:
-        raise SystemExit(f"the server answered {first!r}")
-    return at_s
+EVENT = b"data: {"
+
+
+class Stream(asyncio.Protocol):
+    """One connection; counts the events of what comes, and parses nothing else."""
+
+    def __init__(self, request: bytes) -> None:
+        self.request = request
+        self.first = b""
+        self.at_s: list[float] = []
+        self.sent_s = 0.0
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tail = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def start(self) -> None:
+        self.sent_s = time.perf_counter()
+        self.transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.first = self.first or data
+        text = self._tail + data
+        if events := text.count(EVENT):
+            self.at_s += [time.perf_counter() - self.sent_s] * events
+        self._tail = text[1 - len(EVENT) :]  # too short to be counted twice
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.ended.set_result(None)
 
 
 async def main() -> None:
     url = urlsplit(sys.argv[1])
-    bodies = [json.dumps(body).encode() for body in json.load(sys.stdin)]
-    start = asyncio.Event()
-    tasks = [
-        asyncio.create_task(stream(url.hostname or "", url.port or 80, body, start))
-        for body in bodies
-    ]
-    await asyncio.sleep(0.2)  # all are connected
-    start.set()
-    json.dump(await asyncio.gather(*tasks), sys.stdout)
+    host, port = url.hostname or "", url.port or 80
+    streams = []
+    for given in json.load(sys.stdin):
+        body = json.dumps(given).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        stream = Stream(head.encode() + body)
+        await asyncio.get_running_loop().create_connection(lambda s=stream: s, host, port)
+        streams.append(stream)
+    for stream in streams:
+        stream.start()
+    for stream in streams:
+        await stream.ended
+        if b" 200 " not in stream.first.partition(b"\r\n")[0]:
+            raise SystemExit(f"the server answered {stream.first!r}")
+    json.dump([stream.at_s for stream in streams], sys.stdout)
 
 
 if __name__ == "__main__":
