@@ -14,7 +14,6 @@ import time
 from typing import cast
 from urllib.parse import urlsplit
 
-
 EVENT = b"data: {"
 
 
