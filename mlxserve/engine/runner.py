@@ -118,7 +118,7 @@ class InFlight:
     def constrain(self, mask: mx.array, failures: Mapping[int, MlxserveError]) -> None:
         """Draw the tokens of the constrained rows, and start computing that.
 
-        mask: float32 `[n, V]`, see `sampling.sample`; failures: why rows have to end, by row.
+        mask: of these rows, see `kernels.select.allowed`; failures: why rows have to end, by row.
         """
         logits, best, *drawn = self._undrawn
         self._undrawn, self._failures = (), dict(failures)

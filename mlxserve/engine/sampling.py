@@ -24,15 +24,15 @@ def sample(
     """Draw one token per row, lazily.
 
     logits: float32 `[B, V]`; seqs: the sequence of each row, whose `outputs` counts this token
-    already; best: int32 `[B]`, the likeliest of `logits`; mask: float32 `[B, V]`, 0 for tokens that
-    a grammar allows and -infinity for others. Returns int32 `[B]`. Updates `counts` of sequences
-    with penalties.
+    already; best: int32 `[B]`, the likeliest of `logits`; mask: which tokens
+    a grammar allows, see `select.allowed`. Returns int32 `[B]`. Updates `counts` of sequences with
+    penalties.
     """
     params = [seq.request.params for seq in seqs]
     plain = logits
     logits = _biased(_penalised(logits, seqs), seqs)
     if mask is not None:
-        logits = logits + mask
+        logits = select.allowed(logits, mask)
     if logits is plain and all(p.temperature == 0 for p in params):
         return best
     kinds = ["greedy" if p.temperature == 0 else "drawn" for p in params]

@@ -67,6 +67,24 @@ def filtered(logits: mx.array, rows: Sequence[Choice]) -> mx.array:
     return _filtered(logits, rows) if kernels is None else kernels.filtered(logits, rows)
 
 
+def allowed(logits: mx.array, bits: mx.array) -> mx.array:
+    """The logits of the tokens whose bit is set, and -infinity for the others.
+
+    logits: float32 `[B, V]`; bits: uint32 `[B, ceil(V / 32)]`, token 0 the lowest bit of the first.
+    Raises ValueError for other shapes and dtypes.
+    """
+    kernels = native("select")
+    return _allowed(logits, bits) if kernels is None else kernels.allowed(logits, bits)
+
+
+def _allowed(logits: mx.array, bits: mx.array) -> mx.array:
+    rows, vocab = logits.shape
+    if bits.shape != (rows, -(-vocab // 32)) or bits.dtype != mx.uint32:
+        raise ValueError(f"allowed: {bits.dtype} {bits.shape} for {rows} rows of {vocab} tokens")
+    each = (bits[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    return mx.where(each.reshape(rows, -1)[:, :vocab].astype(mx.bool_), logits, -mx.inf)
+
+
 def _greedy(logits: mx.array) -> tuple[mx.array, mx.array]:
     return mx.argmax(logits, axis=-1).astype(mx.int32), mx.isfinite(logits).all(axis=-1)
 
@@ -119,6 +137,10 @@ def check(kernels: ModuleType) -> None:
     check_close("filtered", mx.exp(got), mx.exp(expected), 1e-6)
     if not mx.array_equal(kernels.draw(logits, rows), _draw(expected, rows)):
         raise ArithmeticError("draw gives other tokens than its reference")
+    bits = mx.random.randint(0, 1 << 31, (6, 7), key=mx.random.key(1)).astype(mx.uint32)
+    bits[:, 2:4] = mx.array([0, 0xFFFFFFFF], mx.uint32)
+    if not mx.array_equal(kernels.allowed(logits, bits), _allowed(logits, bits)):
+        raise ArithmeticError("allowed keeps other tokens than its reference")
     for a, b in zip(kernels.greedy(logits), _greedy(logits), strict=True):
         if not mx.array_equal(a, b):
             raise ArithmeticError("greedy differs from its reference")

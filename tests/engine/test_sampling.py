@@ -177,8 +177,9 @@ def test_a_mask_forbids_before_temperature_and_filters():
     """What a grammar forbids takes no part in what filters keep, however likely it is."""
     logits = random_logits(seed=4, spread=2.0)
     inside = [3, 17, 40]
-    mask = np.full((1, V), -np.inf, np.float32)
-    mask[0, inside] = 0
+    mask = np.zeros((1, -(-V // 32)), np.uint32)
+    for token in inside:
+        mask[0, token // 32] |= np.uint32(1 << token % 32)
     best = inside[int(logits[0, inside].argmax())]
     for params in ({}, {"temperature": 1.0, "top_k": 1}, {"temperature": 5.0, "top_p": 1e-6}):
         seq = sequence(logit_bias={7: 1e6}, **params)

@@ -184,3 +184,20 @@ def test_wrong_arguments_are_refused_by_name():
             ValueError, match="filtered: temperature or a filter is out of its range"
         ):
             native.filtered(logits, [Choice(1, 2, **wrong)] * 2)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 203, 5003])
+def test_only_tokens_whose_bit_is_set_are_allowed(vocab, kernel_level):
+    rng = np.random.default_rng(vocab)
+    logits = logits_of(5, vocab)
+    may = rng.random((5, -(-vocab // 32) * 32)) < [[0], [1], [0.5], [0.01], [0.99]]
+    bits = np.packbits(may, axis=1, bitorder="little").view(np.uint32)
+    got = select.allowed(mx.array(logits), mx.array(bits))
+    expected = np.where(may[:, :vocab], logits, -np.float32(np.inf))
+    np.testing.assert_array_equal(np.array(got), expected)
+
+
+@pytest.mark.parametrize("bits", [np.zeros((2, 7), np.uint32), np.zeros((2, 6), np.int32)])
+def test_bits_of_another_shape_or_kind_are_refused(bits, kernel_level):
+    with pytest.raises(ValueError, match="allowed: "):
+        mx.eval(select.allowed(mx.array(logits_of(2, 190)), mx.array(bits)))

@@ -1,6 +1,7 @@
 #include <nanobind/stl/tuple.h>
 
 #include <algorithm>
+#include <limits>
 #include <tuple>
 
 #include "bind.h"
@@ -78,9 +79,46 @@ std::vector<mx::array> greedy(const mx::array& logits) {
   return lazy(op, {logits}, {{{rows}, mx::int32}, {{rows}, mx::bool_}}, work);
 }
 
+// A row's logits; those of tokens whose bit isn't set are -infinity. Grammars allow few tokens or
+// nearly all: most words of 32 bits are empty or full.
+void allow(const float* logits, const uint32_t* bits, float* out, int64_t vocab) {
+  constexpr float NOWHERE = -std::numeric_limits<float>::infinity();
+  for (int64_t at = 0; at < vocab; at += 32) {
+    const uint32_t word = bits[at / 32];
+    const int count = static_cast<int>(std::min<int64_t>(32, vocab - at));
+    if (word == 0) {
+      std::fill_n(out + at, count, NOWHERE);
+    } else if (word == 0xffffffff) {
+      std::copy_n(logits + at, count, out + at);
+    } else {
+      for (int i = 0; i < count; i++) out[at + i] = word >> i & 1 ? logits[at + i] : NOWHERE;
+    }
+  }
+}
+
+mx::array allowed(const mx::array& logits, const mx::array& bits) {
+  const char* op = "allowed";
+  check_logits(op, logits);
+  const int rows = logits.shape(0);
+  const int64_t vocab = logits.shape(1), words = (vocab + 31) / 32;
+  require_dtype(op, "bits", bits, mx::uint32);
+  require_shape(op, "bits", bits, {rows, static_cast<int>(words)});
+  const auto work = [=](const Inputs& in, const Outputs& out) {
+    const auto* x = static_cast<const float*>(in[0]);
+    const auto* allowed = static_cast<const uint32_t*>(in[1]);
+    auto* y = static_cast<float*>(out[0]);
+    parallel_for(rows, std::max<int64_t>((1 << 16) / vocab, 1), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; row++)
+        allow(x + row * vocab, allowed + row * words, y + row * vocab, vocab);
+    });
+  };
+  return lazy(op, {logits, bits}, {{logits.shape(), mx::float32}}, work)[0];
+}
+
 }  // namespace
 
 void bind_select(nb::module_& m) {
+  m.def("allowed", &allowed, "logits"_a, "bits"_a);
   m.def("draw", &draw, "logits"_a, "rows"_a);
   m.def("filtered", &filtered, "logits"_a, "rows"_a);
   m.def("greedy", &greedy, "logits"_a);
