@@ -1,8 +1,11 @@
 """The device that MLX computes on, and its memory: the one place that asks MLX about them."""
 
+import ctypes
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 
 import mlx.core as mx
 
@@ -70,3 +73,38 @@ def wired_memory() -> Iterator[None]:
         yield
     finally:
         _limits.release()
+
+
+class Pressure(IntEnum):
+    """How short of memory the whole machine is, in macOS's numbers."""
+
+    NORMAL = 1
+    WARNING = 2
+    CRITICAL = 4
+
+
+def pressure_signal() -> Callable[[], Pressure] | None:
+    """What to ask how short of memory the system is; None where it doesn't say (not a Mac)."""
+    if sys.platform != "darwin":
+        return None
+    return _PressureLevel(ctypes.CDLL(None).sysctlbyname)
+
+
+class _PressureLevel:
+    """Activity Monitor's green, yellow and red. A call takes microseconds.
+
+    sysctlbyname: of the C library.
+    """
+
+    NAME = b"kern.memorystatus_vm_pressure_level"
+
+    def __init__(self, sysctlbyname: Callable[..., int]) -> None:
+        self._sysctlbyname = sysctlbyname
+
+    def __call__(self) -> Pressure:
+        level = ctypes.c_int(0)
+        size = ctypes.c_size_t(ctypes.sizeof(level))
+        failed = self._sysctlbyname(self.NAME, ctypes.byref(level), ctypes.byref(size), None, 0)
+        if failed or level.value < Pressure.WARNING:
+            return Pressure.NORMAL
+        return Pressure.WARNING if level.value < Pressure.CRITICAL else Pressure.CRITICAL

@@ -40,6 +40,11 @@ class PageAllocator:
         """Pages that are free or may be taken back."""
         return len(self._free) + len(self.idle)
 
+    @property
+    def reach(self) -> int:
+        """How many pages there must be for those that somebody has."""
+        return 1 + max((*self._holders, *self._cached), default=-1)
+
     def take(self, n: int) -> list[int]:
         """The n lowest free ids, held once. Raises InvariantError unless so many are `free`."""
         if n > self.free:

@@ -7,6 +7,7 @@ is room for it. Integers and lists, no arrays.
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import ceil
 
 from mlxserve.cache.allocator import PageAllocator
 from mlxserve.cache.groups import LayerGroup
@@ -88,6 +89,18 @@ class SharedPages:
         while self.pools[group].free < pages:
             self.tree.evict_page(group)
         return True
+
+    def give_back(self, share: float) -> int:
+        """Forget so large a share of what nobody uses, oldest first. Returns how many pages."""
+        forgotten = 0
+        for group, pool in enumerate(self.pools):
+            for _ in range(ceil(share * len(pool.idle))):
+                if pool.idle:  # a page may take others with it
+                    self.tree.evict_page(group)
+                    forgotten += 1
+        for _ in range(ceil(share * len(self.states.idle))):
+            self.tree.evict_snapshot()
+        return forgotten
 
     # ---- Prefixes that stay, and such that come from a file.
 

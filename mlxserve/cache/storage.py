@@ -152,16 +152,24 @@ class Storage:
 
         Array by array, so that at most one of them is held twice.
         """
+        self._resize(self.capacity, needed)
+
+    def shrink(self, *needed: int) -> None:
+        """As few as growing to so many would have given, or what there is. Otherwise as `grow`."""
+        least = [min(MIN_PAGES, limit) for limit in self.limits]
+        self._resize(least, [min(n, have) for n, have in zip(needed, self.capacity, strict=True)])
+
+    def _resize(self, least: Sequence[int], needed: Sequence[int]) -> None:
         self.capacity = [
-            grown(have, n, limit)
-            for have, n, limit in zip(self.capacity, needed, self.limits, strict=True)
+            grown(pages, n, limit)
+            for pages, n, limit in zip(least, needed, self.limits, strict=True)
         ]
         self._state = None
         for layer, group in self.group_of.items():
-            _grow(self.hot, layer, self.capacity[0] * self.page_tokens)
-            _grow(self.pool, layer, self.capacity[1 + group])
+            _replace(self.hot, layer, self.capacity[0] * self.page_tokens)
+            _replace(self.pool, layer, self.capacity[1 + group])
         for layer in self.states:
-            _grow(self.states, layer, self.capacity[-1])
+            _replace(self.states, layer, self.capacity[-1])
         self._measure()
 
     def arrays(self) -> list[mx.array]:
@@ -208,24 +216,25 @@ def _runs(targets: Sequence[int]) -> list[tuple[int, int, int]]:
     return runs
 
 
-def _grow(held: dict[int, Any], layer: int, rows: int) -> None:
-    """Replace a layer's arrays one by one: the dict lets go of each before the next is made."""
+def _replace(held: dict[int, Any], layer: int, rows: int) -> None:
+    """A layer's arrays, one by one: the dict lets go of each before the next is made."""
     sides = list(held[layer])
     held[layer] = ()
     for index, side in enumerate(sides):
         arrays = list(arrays_of(side))
         side = sides[index] = None
         for at in range(len(arrays)):
-            arrays[at] = _longer(arrays[at], rows)
+            arrays[at] = _of_length(arrays[at], rows)
         sides[index] = pool_of(arrays)
     held[layer] = tuple(sides)
 
 
-def _longer(array: mx.array, rows: int) -> mx.array:
+def _of_length(array: mx.array, rows: int) -> mx.array:
     if array.shape[0] == rows:
         return array
     # Not concatenated with zeros: those would be held as well.
-    longer = mx.zeros((rows, *array.shape[1:]), array.dtype)
-    longer[: array.shape[0]] = array
-    mx.eval(longer)
-    return longer
+    resized = mx.zeros((rows, *array.shape[1:]), array.dtype)
+    n = min(rows, array.shape[0])
+    resized[:n] = array[:n]
+    mx.eval(resized)
+    return resized

@@ -254,6 +254,21 @@ class Core:
             mx.eval(self.storage.written())
         self.manager.begin_plan(())  # all that was planned is written
 
+    def give_back(self, share: float) -> tuple[int, int]:
+        """Forget so large a share of the prefixes that nobody uses, and return the memory.
+
+        Returns how many pages were forgotten, and how many bytes the cache's arrays lost: those
+        below the highest page that is still in use stay.
+        """
+        self.settle()
+        before = self.storage.nbytes
+        pages = self.manager.shared.give_back(share)
+        stores = (self.manager.hot, *self.manager.pools, self.manager.states)
+        self.storage.shrink(*(store.reach for store in stores))
+        mx.clear_cache()
+        self._count(0, steps=0)
+        return pages, before - self.storage.nbytes
+
     def _grow(self) -> None:
         """Enlarge the storage where the next step may need it, with no step under way."""
         pages, rows = self.scheduler.pages_at_most()
@@ -314,7 +329,7 @@ class Core:
         step.submit()
         alone.commit(plan, step.read())
 
-    def _count(self, tokens: int) -> None:
+    def _count(self, tokens: int, steps: int = 1) -> None:
         counts, pools = self.scheduler.counts, self.manager.pools
         cached = sum(len(pool.idle) + pool.pinned for pool in pools)
         used = sum(pool.used for pool in pools) - cached
@@ -322,7 +337,7 @@ class Core:
         self.stats = EngineStats(
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
-            steps=self.stats.steps + 1,
+            steps=self.stats.steps + steps,
             prompt_tokens=counts.prompt_tokens,
             cached_tokens=counts.cached_tokens,
             prefix_hits=counts.prefix_hits,

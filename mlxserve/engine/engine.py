@@ -26,6 +26,7 @@ import mlx.core as mx
 from mlxserve import device
 from mlxserve.config import EngineConfig
 from mlxserve.engine.core import Core, EngineInfo, EngineStats, TokenSink
+from mlxserve.engine.relief import Relief
 from mlxserve.errors import EngineDead, InvariantError, RequestError
 from mlxserve.models.base import Model
 from mlxserve.sequence import Sequence as Seq
@@ -64,6 +65,9 @@ class _Stop:
     pass
 
 
+_Message = _Submit | _Abort | _Call | _Stop
+
+
 class Engine:
     """Runs requests on a thread of its own until closed.
 
@@ -82,7 +86,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.stats = EngineStats()
-        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Call | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._closed = False
         self._failure: BaseException | None = None
@@ -224,13 +228,14 @@ class Engine:
                 started.put(self._failure)
 
     def _loop(self, core: Core) -> None:
+        relief = Relief(core, device.pressure_signal())
         while True:
             if not core.busy:
                 core.settle()
                 core.check_integrity()
                 self.stats = core.stats
             while not core.busy or not self._inbox.empty():
-                message, self._progress_s = self._inbox.get(), time.monotonic()
+                message, self._progress_s = self._receive(relief), time.monotonic()
                 match message:
                     case _Submit(requests, out, at_s, matchers):
                         core.admit(requests, out, at_s, matchers)
@@ -242,7 +247,17 @@ class Engine:
                         core.meter.close()
                         return
             core.advance()
+            relief.give()
             self.stats, self._progress_s = core.stats, time.monotonic()
+
+    def _receive(self, relief: Relief) -> _Message:
+        """Wait for a message, and heed the system's need for memory meanwhile."""
+        while True:
+            try:
+                return self._inbox.get(timeout=relief.every_s)
+            except queue.Empty:
+                relief.give()
+                self.stats = relief.core.stats
 
     def _shut(self, unfinished: dict[str, tuple[Seq, TokenSink]]) -> None:
         """Tell everyone who waits, and everyone who comes later, that it is over."""
