@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from mlxserve import device
 from mlxserve.cache.manager import CacheManager
 from mlxserve.cache.spec import PAGE_TOKENS
 from mlxserve.cache.storage import Storage
@@ -30,6 +31,10 @@ from mlxserve.text.matcher import Matcher
 from mlxserve.types import Request, SamplingParams, TokenOut
 
 logger = logging.getLogger(__name__)
+
+METAL_STEP_S = 1.0
+"""Of a step on a GPU. macOS ends the process of a command buffer that keeps the display waiting:
+after five seconds in most reports, after less in some (mlx issue 3267)."""
 
 _PROBE = Request(id="probe", prompt_ids=(0,), params=SamplingParams(max_tokens=1))
 
@@ -120,6 +125,7 @@ class Core:
             queue=WaitingQueue(config.policy, config.ageing_s),
             max_queue=config.max_queue,
             target_itl_s=config.target_itl_ms and config.target_itl_ms / 1000,
+            max_step_s=METAL_STEP_S if device.has_metal() else None,
         )
         trace = None if config.trace is None else Trace(Path(config.trace))
         self.meter = Meter(self.scheduler.pace, trace)

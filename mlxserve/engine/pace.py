@@ -13,6 +13,7 @@ from statistics import median
 
 RECENT_STEPS = 16
 MIN_SPREAD_TOKENS = 32
+FIRST_TOKENS = 64  # of a step that must not take long, where nothing is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,23 @@ class Pace:
         doubled = 2 * max((step.prompt_tokens for step in seen), default=0)
         n = int(min(fits, doubled, high))
         return max(low, n - n % 64 if 64 < n < high else n)
+
+    def tokens_within(self, limit_s: float) -> int:
+        """The most tokens that a step may hold and take no longer than limit_s; at least 1.
+
+        As in the recent steps with prompt tokens, whose time is taken to grow with all their
+        tokens; at most twice those of any, and no slower than the last one, since attention slows
+        down along a long prompt. FIRST_TOKENS where there was none. Raises ValueError unless
+        0 < limit_s.
+        """
+        if not limit_s > 0:
+            raise ValueError(f"limit_s is {limit_s}; it must be above 0")
+        if not self._prompts:
+            return FIRST_TOKENS
+        fits = [step.tokens * limit_s / max(step.seconds, 1e-6) for step in self._prompts]
+        known = zip(self._prompts, fits, strict=True)
+        most = max(min(2 * step.tokens, fit) for step, fit in known)
+        return max(1, int(min(most, fits[-1])))
 
     def seconds_for(self, tokens: int) -> float | None:
         """How long so many prompt tokens take; None while too little is known.

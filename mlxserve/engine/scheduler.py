@@ -60,7 +60,8 @@ class Scheduler:
 
     max_batch: sequences that run at once; max_batched_tokens: tokens of one step, over all of them;
     max_queue: sequences that may wait; target_itl_s: how long a step with answers under way should
-    take at most, None for as long as a full one does.
+    take at most, None for as long as a full one does; max_step_s: how long any step should, None
+    if it may take as long as it does.
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class Scheduler:
         queue: WaitingQueue | None = None,
         max_queue: int = 1024,
         target_itl_s: float | None = None,
+        max_step_s: float | None = None,
     ) -> None:
         self.manager = manager
         self.max_batch = max_batch
         self.max_batched_tokens = max_batched_tokens
         self.max_queue = max_queue
         self.target_itl_s = target_itl_s
+        self.max_step_s = max_step_s
         self.waiting = queue or WaitingQueue()
         self.running: list[Sequence] = []
         self.pace = Pace()
@@ -189,6 +192,8 @@ class Scheduler:
 
     def _prompt_budget(self, rows: int) -> int:
         most = self.max_batched_tokens - rows
+        if self.max_step_s is not None:
+            most = min(most, max(1, self.pace.tokens_within(self.max_step_s) - rows))
         if self.target_itl_s is None or not rows:
             return most
         low = min(MIN_CHUNK_TOKENS, most)

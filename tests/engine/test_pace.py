@@ -200,3 +200,39 @@ def test_impossible_steps_are_refused(step, message):
 def test_impossible_limits_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         Pace().chunk_tokens(*values)
+
+
+@given(
+    fixed_s=st.floats(1e-3, 0.1),
+    per_token_s=st.floats(1e-5, 1e-2),
+    per_context_s=st.floats(0, 1e-7),
+    seed=st.integers(0, 2**32),
+)
+@settings(deadline=None)
+def test_no_step_of_a_long_prompt_takes_longer_than_it_may(
+    fixed_s, per_token_s, per_context_s, seed
+):
+    """Whatever the device and however its attention slows down as the context grows."""
+    pace, rng, done, steps = Pace(), random.Random(seed), 0, []
+    while done < 50_000 and len(steps) < 300:
+        n = min(pace.tokens_within(1.0), HIGH)
+        seconds = fixed_s + n * (per_token_s + per_context_s * done)
+        pace.observe(n, 0, seconds * rng.uniform(0.95, 1.05))
+        steps.append((n, seconds))
+        done += n
+    assert max(seconds for _, seconds in steps) <= 1.5
+    slow = per_token_s + per_context_s * done
+    assert steps[-1][0] >= min(HIGH, 0.4 * (1 - fixed_s) / slow)  # and none is needlessly small
+
+
+def test_a_limit_of_a_step_holds_before_anything_is_known():
+    pace = Pace()
+    sizes = [pace.tokens_within(1.0)]
+    for tokens, seconds in ((64, 0.3), (128, 0.7), (182, 1.0)):
+        pace.observe(tokens, 0, seconds)
+        sizes.append(pace.tokens_within(1.0))
+    assert sizes == [64, 128, 182, 182]
+    pace.observe(8, 8, 0.02)  # what decodes says nothing about prompts
+    assert pace.tokens_within(1.0) == sizes[3]
+    with pytest.raises(ValueError, match="limit_s is 0"):
+        pace.tokens_within(0)

@@ -256,3 +256,25 @@ def test_recurrent_layers_cut_a_prompt_at_page_borders():
         sizes += [(c.start, c.n) for c in plan.chunks]
         scheduler.commit(plan, [ChunkResult(5 if c.samples else None) for c in plan.chunks])
     assert sizes == [(0, 64), (64, 64), (128, 64), (192, 58)]
+
+
+def test_a_step_holds_no_more_than_its_time_allows():
+    """On a slow GPU with answers under way: 10 ms a token, and a step may take a second."""
+    scheduler = make()
+    scheduler.max_step_s = 1.0
+    for name in "abc":
+        scheduler.add(sequence(name, 2, max_tokens=100))
+    scheduler.add(sequence("d", 1000, max_tokens=1))
+    sizes = []
+    while len(scheduler.waiting) or any(seq.request.id == "d" for seq in scheduler.running):
+        plan = scheduler.schedule()
+        rows = sum(chunk.n == 1 for chunk in plan.chunks)
+        scheduler.pace.observe(plan.tokens, rows, plan.tokens * 0.01)
+        scheduler.commit(plan, [ChunkResult(5 if c.samples else None) for c in plan.chunks])
+        sizes.append(plan.tokens)
+    assert sizes[0] == 64
+    assert max(sizes) <= 100
+    assert sum(size >= 95 for size in sizes) >= 8
+    for seq in list(scheduler.running):
+        scheduler.abort(seq)
+    scheduler.check_integrity()
