@@ -10,7 +10,7 @@ import typer
 from typer.core import TyperCommand
 
 from mlxserve import config
-from mlxserve.cli import cache, chat, convert, doctor, generate, ls, plan, pull, rm, serve
+from mlxserve.cli import bench, cache, chat, convert, doctor, generate, ls, plan, pull, rm, serve
 from mlxserve.cli.eval import evaluate
 from mlxserve.errors import MlxserveError
 
@@ -51,6 +51,9 @@ app.command(cls=_Command, epilog=convert.EPILOG)(convert.convert)
 app.command(cls=_Command)(ls.ls)
 app.command(cls=_Command)(rm.rm)
 app.command(cls=_Command)(doctor.doctor)
+_bench = typer.Typer(rich_markup_mode=None)
+_bench.command(cls=_Command)(bench.kernels)
+app.add_typer(_bench, name="bench", help=bench.HELP, epilog=bench.EPILOG)
 _cache = typer.Typer(rich_markup_mode=None)
 _cache.command(cls=_Command)(cache.build)
 _cache.command(cls=_Command)(cache.inspect)

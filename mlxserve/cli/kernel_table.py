@@ -48,8 +48,7 @@ def _table(choices: list[Choice]) -> list[str]:
         times += ["-"] * (len(sizes) - len(times))
         use = "-" if choice.use is None else str(choice.use)
         rows.append((choice.op, use, _check(choice), *times, choice.implementation, choice.reason))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = list(terminal.columns(rows))
     if sizes:
         lines.append(
             "CHECK: the largest error. Times: Metal kernel/MLX, ms a call, rows x context."

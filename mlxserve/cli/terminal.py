@@ -2,6 +2,7 @@
 
 import signal
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,13 @@ _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 def note(message: str) -> None:
     """Print a line for the person at the terminal."""
     print(message, file=sys.stderr, flush=True)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines in which the cells of a column begin alike."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(map(str.ljust, row, widths)).rstrip()
 
 
 def end_on_broken_pipe() -> None:

@@ -9,7 +9,8 @@ agrees with the reference on this machine, and is faster.
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import NamedTuple
@@ -124,6 +125,21 @@ def choose(
                     _runners[use] = run
             choices.append(_metal[use])
     return choices
+
+
+@contextmanager
+def references() -> Iterator[None]:
+    """Use every op's reference, to compare with it. For a process with nothing else to compute."""
+    with _metal_lock:
+        used, runners = dict(_used), dict(_runners)
+        _used.update(dict.fromkeys(OPS))
+        _runners.clear()
+    try:
+        yield
+    finally:
+        _used.clear()
+        _used.update(used)
+        _runners.update(runners)
 
 
 def report() -> list[Choice]:
