@@ -20,6 +20,7 @@ import itertools
 import json
 import queue
 import random
+import resource
 import socket
 import statistics
 import subprocess
@@ -110,6 +111,12 @@ def rate(times: list[list[float]]) -> float:
     return sum(map(len, times)) / max(at_s[-1] for at_s in times)
 
 
+def _children_s() -> float:
+    """CPU time of the clients that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def first_s(times: list[list[float]]) -> float:
     return statistics.median(at_s[0] for at_s in times)
 
@@ -118,6 +125,7 @@ def overhead(args: argparse.Namespace) -> dict[str, float]:
     """Rates at so many streams, and times to the first token of one."""
     rng = random.Random(0)
     rates: dict[str, list[float]] = {"http": [], "direct": []}
+    cpu_s: dict[str, list[float]] = {"http": [], "direct": [], "client": []}
     firsts: dict[str, list[float]] = {"http": [], "direct": []}
     with mlxserve.load(args.model) as llm, server(llm, "m") as url:
 
@@ -129,14 +137,22 @@ def overhead(args: argparse.Namespace) -> dict[str, float]:
         for _ in range(args.rounds + 1):
             for kind in ("http", "direct"):
                 many = [prompt(rng) for _ in range(args.streams)]
+                own_s, client_s = time.process_time(), _children_s()
                 rates[kind].append(rate(measure(kind, many, args.tokens)))
+                cpu_s[kind].append(time.process_time() - own_s)
+                if kind == "http":
+                    cpu_s["client"].append(_children_s() - client_s)
                 for _ in range(5):
                     firsts[kind].append(first_s(measure(kind, [prompt(rng)], 2)))
     ratios = [h / d for h, d in zip(rates["http"][1:], rates["direct"][1:], strict=True)]
+    tokens = args.streams * args.tokens
     return {
+        **{f"{k}_cpu_us_per_token": 1e6 * statistics.median(s) / tokens for k, s in cpu_s.items()},
         "http_tokens_per_s": statistics.median(rates["http"][1:]),
         "direct_tokens_per_s": statistics.median(rates["direct"][1:]),
         "ratio": statistics.median(ratios),
+        "ratio_low": min(ratios),
+        "ratio_high": max(ratios),
         "http_first_ms": 1e3 * statistics.median(firsts["http"][5:]),
         "direct_first_ms": 1e3 * statistics.median(firsts["direct"][5:]),
     }
