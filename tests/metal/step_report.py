@@ -163,7 +163,8 @@ def _nbytes(shape: Sequence[int], dtype: mx.Dtype) -> int:
 
 
 def _operation(event: dict[str, Any]) -> Operation:
-    name: str = STAND_INS.get(event["name"], event["name"])
+    name: str = event["name"]
+    name = STAND_INS.get(name, name)
     read = [_nbytes(shape, dtype) for _, shape, dtype in event["inputs"]]
     written = [_nbytes(shape, dtype) for _, shape, dtype in event["outputs"]]
     if name in MOVES_UPDATES:  # in place: what is put there is read and written
