@@ -27,7 +27,8 @@ class ContextError(RequestError):
         least = "at least " if at_least else ""
         return cls(
             f"the prompt is too long: it has {least}{tokens} tokens, and this model can take "
-            f"{room} here; shorten it"
+            f"{room} here; shorten it",
+            param="prompt",
         )
 
 

@@ -21,9 +21,12 @@ class Thought:
 
     def must_close(self, ids: list[int]) -> bool:
         """Whether its budget is used up and the next token must close it. ids: all known ones."""
-        for token in ids[self.read :]:
-            if token in (self.budget.opening, self.budget.closing):
-                self.inside = token == self.budget.opening
+        opening, closing = self.budget.opening, self.budget.closing
+        for end in range(self.read + 1, len(ids) + 1):
+            if tuple(ids[end - len(opening) : end]) == opening:
+                self.inside = True
+            elif ids[end - 1] == closing:
+                self.inside = False
             else:
                 self.taken += self.inside
         self.read = len(ids)

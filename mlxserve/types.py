@@ -230,12 +230,13 @@ _INTEGERS: dict[str, tuple[int, int | None]] = {
 class ThinkingBudget:
     """How many tokens an answer may think before the mark that closes its thinking is drawn.
 
-    opening, closing: ids of the marks around it. inside: whether the prompt ends after the first.
+    opening: the ids that begin it, in a row. closing: the one that ends it. inside: whether the
+    prompt ends after the first.
     Raises RequestError for fewer than one token.
     """
 
     tokens: int
-    opening: int
+    opening: tuple[int, ...]
     closing: int
     inside: bool = False
 

@@ -133,7 +133,11 @@ class Engine:
                     f"stop_ids lacks {min(missing)}, an end id of the model, and a grammar needs "
                     "them all to end with"
                 )
-            matchers[request.id] = self._grammars.matcher(grammar, request.prompt_ids)
+            try:
+                matchers[request.id] = self._grammars.matcher(grammar, request.prompt_ids)
+            except RequestError as error:
+                error.param = "grammar"
+                raise
         return matchers
 
     def submit(self, requests: Sequence[Request], out: TokenSink) -> None:

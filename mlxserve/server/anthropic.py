@@ -3,6 +3,8 @@ them. Blocks of a message are checked where they are turned into text."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +14,7 @@ from mlxserve.errors import RequestError
 from mlxserve.grammar import Grammar
 from mlxserve.report import show_json
 from mlxserve.server.body import Dialect
+from mlxserve.server.forms import Form, asked_form
 from mlxserve.server.problems import Problem
 from mlxserve.server.schema import Effort
 
@@ -140,17 +143,32 @@ def to_chat(asked: CountRequest) -> list[dict[str, Any]]:
     return chat
 
 
+def check_last(messages: Sequence[dict[str, Any]]) -> None:
+    """Raise Problem for an answer that the client has begun: templates end what was said."""
+    if messages and messages[-1].get("role") == "assistant":
+        where = f"messages[{len(messages) - 1}]"
+        raise Problem(
+            400,
+            f"{where} is the assistant's, and what it has begun can't be continued; end with the "
+            "user's",
+            param=where,
+        )
+
+
 def tools_of(asked: CountRequest) -> list[dict[str, Any]]:
     """Tools in OpenAI's form. Raises Problem for Anthropic's own, which run on its servers."""
     found = []
     for i, tool in enumerate(asked.tools or ()):
-        if tool.type not in (None, "custom") or tool.input_schema is None:
+        if tool.type not in (None, "custom"):
             raise Problem(
                 400,
                 f"tools[{i}] is of type {show_json(tool.type)}; give your own, with an "
                 "input_schema",
                 param=f"tools[{i}]",
             )
+        if tool.input_schema is None:
+            where = f"tools[{i}].input_schema"
+            raise Problem(400, f"{where} is missing; it must be given", param=where)
         function = {"name": tool.name, "parameters": tool.input_schema}
         if tool.description is not None:
             function["description"] = tool.description
@@ -160,38 +178,39 @@ def tools_of(asked: CountRequest) -> list[dict[str, Any]]:
     return found
 
 
-def choice_of(choice: ToolChoice | None) -> Any:
+def choice_of(asked: CountRequest) -> Any:
     """The choice of a tool in OpenAI's form. Raises Problem."""
-    if choice is None:
+    if (choice := asked.tool_choice) is None:
         return None
+    names = [tool.name for tool in asked.tools or ()] if choice.type == "tool" else [None]
+    if choice.name not in names:
+        fix = "the name of one of tools" if choice.type == "tool" else "left out but for type tool"
+        raise Problem(
+            400,
+            f"tool_choice.name is {show_json(choice.name)}; it must be {fix}",
+            param="tool_choice.name",
+        )
     if choice.type == "tool":
-        if not choice.name:
-            raise Problem(400, "tool_choice has no name; say which tool", param="tool_choice")
         return {"type": "function", "function": {"name": choice.name}}
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]
 
 
-def answer_grammar(asked: CountRequest) -> Grammar | None:
+def answer_form(asked: CountRequest) -> Form | None:
     """The form that the answer is to have. Raises RequestError, Problem."""
     given = {
         "output_config.format": asked.output_config and asked.output_config.format,
         "output_format": asked.output_format,
     }
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) > 1:
-        raise Problem(400, f"{' and '.join(given)} are one thing; give one", param="output_format")
-    for name, value in given.items():
-        if value.get("type") != "json_schema" or not isinstance(value.get("schema"), dict):
-            raise Problem(
-                400,
-                f"{name} is {show_json(value)}; it must be of type json_schema, with a schema",
-                param=name,
-            )
-        try:
-            return Grammar.json_schema(value["schema"])
-        except RequestError as error:
-            raise RequestError(str(error), param=name) from None
-    return None
+    return asked_form({name: (value, partial(_schema, name)) for name, value in given.items()})
+
+
+def _schema(name: str, given: dict[str, Any]) -> Grammar:
+    match given:
+        case {"type": "json_schema", "schema": dict(schema)}:
+            return Grammar.json_schema(schema)
+    raise RequestError(
+        f"{name} is {show_json(given)}; it must be of type json_schema, with a schema"
+    )
 
 
 def pin_s(asked: CountRequest) -> float | None:
@@ -300,7 +319,13 @@ def _assistant(where: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
                     400, f"{at} is redacted_thinking, which nobody here can read", param=at
                 )
             case "tool_use":
-                arguments = msgspec.json.encode(block.get("input", {})).decode()
+                if not isinstance(given := block.get("input", {}), dict):
+                    raise Problem(
+                        400,
+                        f"{at}.input is {show_json(given)}; it must be an object",
+                        param=f"{at}.input",
+                    )
+                arguments = msgspec.json.encode(given).decode()
                 function = {"name": _text(block, "name", at), "arguments": arguments}
                 call = {"id": _text(block, "id", at), "type": "function", "function": function}
                 calls.append(call)

@@ -45,17 +45,18 @@ ROUTES = [
 def make_app(llm: LLM, config: ServerConfig) -> Starlette:
     """The server of one model, for the event loop that is running. It does not close the model."""
     metrics = Metrics(llm)
+    journal = Journal(
+        metrics, _route, config.names[0], config.log_format, prompts=config.log_prompts
+    )
     served = Service(
         llm=llm,
         config=config,
         mailbox=Mailbox(asyncio.get_running_loop(), metrics),
         metrics=metrics,
+        journal=journal,
         tenants=Tenants(config.api_keys, config.requests_per_minute, config.tokens_per_minute),
         formats=Formats.of(llm.tokenizer, config.tool_format, config.reasoning_format),
         openapi=openapi.document(version("mlxserve")),
-    )
-    journal = Journal(
-        metrics, _route, config.names[0], config.log_format, prompts=config.log_prompts
     )
     middleware = [Middleware(Gate, config=config, tenants=served.tenants, journal=journal)]
     if config.cors_origins:

@@ -19,6 +19,9 @@ IGNORED_HEADER = "x-mlxserve-ignored"
 MAX_NAMED = 20
 MAX_NAME_CHARS = 45
 
+_HALF = re.compile(rb"(?<!\\)(?:\\\\)*(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F])")
+"""The first half of a surrogate pair, without the second."""
+
 _TYPES = {
     "array": "a list",
     "bool": "true or false",
@@ -57,6 +60,11 @@ def parse(
     try:
         given = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if half := _HALF.search(data):  # of which the library only says that text is missing
+            raise Problem(
+                400,
+                f"the body has {half[1].decode()}, half of a surrogate pair; send valid Unicode",
+            ) from None
         raise Problem(400, f"the body isn't valid JSON: {error}") from None
     except RecursionError:
         raise Problem(400, "the body is nested too deeply; flatten it") from None

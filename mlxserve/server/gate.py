@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mlxserve.config import ServerConfig
 from mlxserve.server.journal import Entry, Journal
 from mlxserve.server.problems import RETRY_AFTER_S, Problem, id_header, response
-from mlxserve.server.protocol import EXCESS
+from mlxserve.server.protocol import BROKEN, EXCESS, MAX_HEAD_BYTES, refusal
 from mlxserve.server.tenants import Tenants
 
 OPEN_PATHS = ("/health", "/ready", "/metrics", "/openapi.json")
@@ -66,10 +66,14 @@ class Gate:
                 await response(problem, scope["path"])(scope, receive, noted)
             status = status or problem.status
         finally:
+            if (broken := scope["state"].get(BROKEN)) is not None:
+                entry.id, status = broken.id, entry.fail(broken.problem).status
             self._tenants.settle(entry.tenant, entry.reserved, entry.tokens)
             self._journal.note(scope, status or 499)
 
     def _check(self, scope: Scope, entry: Entry) -> None:
+        if _head_bytes(scope) > MAX_HEAD_BYTES:
+            raise refusal(431)
         headers = Headers(scope=scope)
         host = headers.get("host")  # HTTP/1.0 needs none, and no browser leaves it out
         if self._hosts is not None and host is not None and _name(host) not in self._hosts:
@@ -124,6 +128,13 @@ def _origin_form(scope: Scope) -> Scope:
     headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
     named = {"raw_path": raw, "path": unquote(raw.decode("ascii"))}
     return {**scope, **named, "headers": [(b"host", host), *headers]}
+
+
+def _head_bytes(scope: Scope) -> int:
+    """Of the request's line and headers. h11 counts only those of a head that isn't complete yet,
+    and one may come in a single read."""
+    line = len(scope["method"]) + len(scope["raw_path"]) + len(scope["query_string"])
+    return line + sum(len(name) + len(value) for name, value in scope["headers"])
 
 
 def _name(host: str) -> str:

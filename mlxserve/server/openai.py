@@ -11,6 +11,7 @@ from mlxserve.errors import RequestError
 from mlxserve.grammar import Grammar
 from mlxserve.report import show_json
 from mlxserve.server.body import Dialect
+from mlxserve.server.forms import Form, asked_form
 from mlxserve.server.problems import Problem
 from mlxserve.server.schema import (
     ChatRequest,
@@ -119,27 +120,16 @@ def sampling_params(asked: Sampling, config: ServerConfig, **more: Any) -> Sampl
     return SamplingParams(**{**values, **more})
 
 
-def answer_grammar(asked: ChatRequest | CompletionRequest) -> Grammar | None:
+def answer_form(asked: ChatRequest | CompletionRequest) -> Form | None:
     """The form that the answer is to have. Raises RequestError, Problem."""
-    forms = {
-        "response_format": _response_format,
-        "regex": Grammar.regex,
-        "choice": Grammar.choice,
-        "grammar": Grammar.lark,
-    }
-    given = {}
-    for name, make in forms.items():
-        if (value := getattr(asked, name)) is None:
-            continue
-        try:
-            grammar = make(value)
-        except RequestError as error:
-            raise RequestError(str(error), param=name) from None
-        if grammar is not None:
-            given[name] = grammar
-    if len(given) > 1:
-        raise Problem(400, f"{' and '.join(given)} can't be asked for at once; choose one")
-    return next(iter(given.values()), None)
+    return asked_form(
+        {
+            "response_format": (asked.response_format, _response_format),
+            "regex": (asked.regex, Grammar.regex),
+            "choice": (asked.choice, Grammar.choice),
+            "grammar": (asked.grammar, Grammar.lark),
+        }
+    )
 
 
 def _response_format(given: dict[str, Any]) -> Grammar | None:
@@ -150,11 +140,9 @@ def _response_format(given: dict[str, Any]) -> Grammar | None:
             return Grammar.json_object()
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return Grammar.json_schema(schema)
-    raise Problem(
-        400,
+    raise RequestError(
         f"response_format is {show_json(given)}; it must be of type text, json_object, or "
-        "json_schema with a json_schema.schema",
-        param="response_format",
+        "json_schema with a json_schema.schema"
     )
 
 
@@ -168,12 +156,15 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     biases = {}
     for name, bias in given.items():
         try:
-            biases[int(name)] = bias
+            token = int(name)
         except ValueError:
+            token = None
+        if token is None or str(token) != name:  # so that no two keys are one id
             raise Problem(
                 400, f"logit_bias has {show_json(name)}; its keys must be token ids",
                 param="logit_bias",
-            ) from None  # fmt: skip
+            )  # fmt: skip
+        biases[token] = bias
     return biases
 
 

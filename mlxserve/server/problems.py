@@ -125,7 +125,7 @@ class AnthropicError(msgspec.Struct):
 
 
 class AnthropicErrorReply(msgspec.Struct):
-    """Every answer that isn't a success, in Anthropic's dialect."""
+    """Every answer that isn't a success, in Anthropic's dialect; the words name the field."""
 
     error: AnthropicError
     type: Literal["error"] = "error"
@@ -135,7 +135,9 @@ class AnthropicErrorReply(msgspec.Struct):
         """A problem in this form."""
         kind = "invalid_request_error" if problem.status < 500 else "api_error"
         kind = {413: "request_too_large", 503: "overloaded_error"}.get(problem.status, kind)
-        return cls(AnthropicError(_KINDS.get(problem.status, kind), problem.message))
+        named = problem.param is None or problem.param in problem.message
+        message = problem.message if named else f"{problem.param}: {problem.message}"
+        return cls(AnthropicError(_KINDS.get(problem.status, kind), message))
 
 
 def error_form(path: str) -> type[ErrorReply] | type[AnthropicErrorReply]:

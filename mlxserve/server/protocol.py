@@ -8,13 +8,18 @@ from typing import Any
 
 import h11
 import msgspec
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.datastructures import Headers
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from mlxserve.config import ServerConfig
-from mlxserve.server.problems import ErrorReply, Problem
+from mlxserve.server.journal import Entry, Journal
+from mlxserve.server.problems import Problem, error_form, id_header
 
 EXCESS = "excess"
 """In the state of a request: its connection is one more than may be open."""
+
+BROKEN = "broken"
+"""In the state of a request: the `Entry` of what was answered to its body, in the app's place."""
 
 MAX_EXCESS = 128
 """Connections beyond those that may be open, to be told so; any more are closed at once."""
@@ -37,16 +42,24 @@ REFUSED = {
 """What is told, by status, of what doesn't become a request."""
 
 
+def refusal(status: int, head_s: float = 0.0) -> Problem:
+    """Why there is no request. head_s: in which its head had to come."""
+    text = REFUSED.get(status, REFUSED[400])
+    return Problem(status, text.format(seconds=head_s, most=MAX_HEAD_BYTES))
+
+
 class Protocol(H11Protocol):
     """Closes connections on which no head arrives in time, and those that nobody reads from.
 
     Without the second, a client that stops reading would hold its answers' pages for ever. What
     comes on a connection that is one too many is marked as `EXCESS`, for the gate to refuse.
+    journal: takes down what doesn't come as far as the gate.
     """
 
-    def __init__(self, *args: Any, limits: ServerConfig, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limits: ServerConfig, journal: Journal, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
+        self._journal = journal
         self._head_s = limits.header_timeout_s
         self._head: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -96,22 +109,28 @@ class Protocol(H11Protocol):
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE, h11.ERROR):
             self.transport.abort()
             return
-        text = REFUSED.get(status, REFUSED[400])
-        limits = {"seconds": self._head_s, "most": MAX_HEAD_BYTES}
-        problem = Problem(status, text.format(**limits))
-        data = msgspec.json.encode(ErrorReply.of(problem))
+        problem = refusal(status, self._head_s)
+        if self.cycle is None or self.cycle.response_complete:
+            path, entry = "-", Entry.of({})
+            entry.fail(problem)
+            self._journal.note({"method": "-", "path": path, "entry": entry}, status)
+        else:  # a request whose body turned out to be broken: the gate notes it
+            path, entry = self.scope["path"], Entry.of(Headers(raw=self.headers))
+            entry.fail(problem)
+            self.scope["state"][BROKEN] = entry  # type: ignore[typeddict-item]
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        data = msgspec.json.encode(error_form(path).of(problem))
         headers = [
-            ("content-type", "application/json"),
-            ("content-length", str(len(data))),
-            ("connection", "close"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(data)).encode()),
+            (b"connection", b"close"),
+            (id_header(path), entry.id.encode()),
         ]
-        head = h11.Response(status_code=status, headers=headers)
+        head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
         events = (head, h11.Data(data=data), h11.EndOfMessage())
         self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
         self.transport.write_eof()
-        if self.cycle is not None:  # a request whose body turned out to be broken
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
         self._head = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _await_head(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
 
 from mlxserve.config import ServerConfig
 from mlxserve.errors import RequestError
@@ -162,8 +162,9 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def make_server(app: ASGIApp, config: ServerConfig) -> Server:
-    """uvicorn, as this server needs it."""
+def make_server(app: Starlette, config: ServerConfig) -> Server:
+    """uvicorn, as this server needs it. app: of `make_app`."""
+    journal = app.state.service.journal
     return Server(
         uvicorn.Config(
             app,
@@ -171,7 +172,7 @@ def make_server(app: ASGIApp, config: ServerConfig) -> Server:
             log_config=None,
             lifespan="off",
             server_header=False,
-            http=partial(Protocol, limits=config),  # type: ignore[arg-type]
+            http=partial(Protocol, limits=config, journal=journal),  # type: ignore[arg-type]
             ws="none",
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=config.header_timeout_s,  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from mlxserve.llm import LLM
 from mlxserve.report import show_json
 from mlxserve.server.delivery import Mailbox
 from mlxserve.server.formats import Formats
+from mlxserve.server.journal import Journal
 from mlxserve.server.metrics import Metrics
 from mlxserve.server.problems import RETRY_AFTER_S, SHUTTING_DOWN, Problem
 from mlxserve.server.tenants import Tenants
@@ -36,6 +37,7 @@ class Service:
     config: ServerConfig
     mailbox: Mailbox
     metrics: Metrics
+    journal: Journal
     tenants: Tenants
     openapi: dict[str, Any]
     formats: Formats

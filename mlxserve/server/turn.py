@@ -13,6 +13,7 @@ from mlxserve.answers import Answer
 from mlxserve.grammar import Grammar
 from mlxserve.report import show_json
 from mlxserve.server.delivery import Delivery
+from mlxserve.server.forms import Form, named
 from mlxserve.server.problems import Problem
 from mlxserve.server.service import Service, new_id
 from mlxserve.server.tools import Tools, tell_generically
@@ -39,13 +40,13 @@ OURS = frozenset(inspect.signature(Tokenizer.render_chat).parameters)
 class Asked:
     """A chat to answer, in no dialect.
 
-    sampling: the parameters, once the grammar is known; thinking_tokens: at most, where the model's
-    marks let that be enforced.
+    form: of the answer; sampling: the parameters, once the grammar is known; thinking_tokens: at
+    most, where the model's marks let that be enforced.
     """
 
     messages: Sequence[dict[str, Any]]
     tools: Tools
-    grammar: Grammar | None
+    form: Form | None
     sampling: Callable[[Grammar | None], SamplingParams]
     variables: Mapping[str, Any]
     options: Mapping[str, Any]
@@ -126,6 +127,8 @@ class Turn:
                     self._end(index)
                 return self._rest(said, text)
             case Reasoning(text):
+                if delta.unfinished and self.answers[index].finish_reason == "length":
+                    return []  # half the tag that closes it
                 said.reasoning.append(text)
                 return [delta]
             case ToolCall():
@@ -136,13 +139,14 @@ class Turn:
                 return [*held, delta]
 
     def _is_lost(self, index: int, delta: Content) -> bool:
-        """Whether this is half a call, of which nothing is told; the log says why it is no call."""
+        """Whether this is half a call, or half a tag, of which nothing is told; the log says why it
+        is no whole one."""
         if delta.reason is None:
             return False
         answer = self.answers[index]
         lost = delta.unfinished and answer.finish_reason == "length"
         told = "left out, since the answer was cut there" if lost else "told as text"
-        logger.warning("%s: markup of a call is %s: %s", answer.request.id, told, delta.reason)
+        logger.warning("%s: markup is %s: %s", answer.request.id, told, delta.reason)
         return lost
 
     def _rest(self, said: Said, text: str | None = None) -> list[Delta]:
@@ -238,9 +242,10 @@ def prepare(served: Service, asked: Asked) -> Turn:
             "how this model writes tool calls isn't known; start the server with --tool-format",
             param="tools",
         )
-    params = asked.sampling(_grammar(served, tools, asked.grammar))
+    params = asked.sampling(_grammar(served, tools, asked.form))
     most = served.llm.max_prompt_tokens
-    text, ids = prompt_of(served, asked.messages, tools, asked.variables, max_tokens=most)
+    with named("messages", "prompt"):
+        text, ids = prompt_of(served, asked.messages, tools, asked.variables, max_tokens=most)
 
     def parser() -> OutputParser:
         tool_format = formats.tools if tools.offered else None
@@ -249,7 +254,10 @@ def prepare(served: Service, asked: Asked) -> Turn:
     parsers = [parser() for _ in range(params.drawn)]
     options = {**asked.options, "thinking": formats.budget(asked.thinking_tokens, text)}
     unstopped = replace(params, stop=())
-    answers = served.llm.prepare(ids, unstopped, chat=True, keep=parsers[0].keeps, **options)
+    # What can't be compiled is the form's fault: schemas of tools were tried alone.
+    grammar = asked.form.field if asked.form else "tools"
+    with named("messages", "prompt"), named(grammar, "grammar"):
+        answers = served.llm.prepare(ids, unstopped, chat=True, keep=parsers[0].keeps, **options)
     return Turn(
         Delivery(served.llm, served.mailbox, answers),
         parsers,
@@ -259,19 +267,23 @@ def prepare(served: Service, asked: Asked) -> Turn:
     )
 
 
-def _grammar(served: Service, tools: Tools, answer: Grammar | None) -> Grammar | None:
-    enforced = tools.choice == "required" or answer is not None or tools.strict
+def _grammar(served: Service, tools: Tools, form: Form | None) -> Grammar | None:
+    enforced = tools.choice == "required" or form is not None or tools.strict
     tools.check_schemas(enforced=enforced)
     if not tools.offered or not enforced:
-        return answer
+        return form and form.grammar
     assert served.formats.tools is not None
-    build = make_tool_grammar(
-        served.formats.tools,
-        tools.callable,
-        served.llm.tokenizer,
-        parallel=tools.parallel,
-        reasoning_format=served.formats.reasoning,
-    )
+    with named("tools"):
+        build = make_tool_grammar(
+            served.formats.tools,
+            tools.callable,
+            served.llm.tokenizer,
+            parallel=tools.parallel,
+            reasoning_format=served.formats.reasoning,
+        )
     if tools.choice == "required":
         return build.calls()
-    return build.calls_or(answer) if answer else build.calls_within_text()
+    if form is None:
+        return build.calls_within_text()
+    with named(form.field):
+        return build.calls_or(form.grammar)

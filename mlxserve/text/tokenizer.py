@@ -73,6 +73,11 @@ class Tokenizer:
         return self.chat_templates.get("default")
 
     @cached_property
+    def special_texts(self) -> frozenset[str]:
+        """What special tokens are called."""
+        return frozenset(self.token_bytes(token).decode() for token in self.special_ids)
+
+    @cached_property
     def _bound(self) -> Bound | None:
         return bound_of(self._backend)
 

@@ -30,7 +30,7 @@ OPENAI_ERRORS = {
     "no such model": ("NotFoundError", 404, "served here; this is", "model", "model_not_found"),
     "no such path": ("NotFoundError", 404, "/v1/embeddings is nothing here", None, None),
     "too big": (None, 413, "larger than 50000 bytes", None, None),
-    "too long": ("BadRequestError", 400, "model can take", None, "context_length_exceeded"),
+    "too long": ("BadRequestError", 400, "can take", "messages", "context_length_exceeded"),
     "too many": ("RateLimitError", 429, "over 1 requests", None, "rate_limit_exceeded"),
     "streamed": ("BadRequestError", 400, "top_p is 7.0", "top_p", None),
 }

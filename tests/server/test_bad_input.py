@@ -66,6 +66,20 @@ def test_a_body_that_makes_no_sense(server, body):
     assert error_in(answer)["message"]
 
 
+@pytest.mark.parametrize("text", ["x\\ud800", "\\\\\\ud83d\\u0041", "\\udbff", "\\ude00"])
+def test_half_of_a_surrogate_pair_is_said_to_be_one(server, text):
+    status, answer = server.answer(
+        server.post("/v1/completions", b'{"prompt":"%s"}' % text.encode())
+    )
+    assert status == 400
+    assert "surrogate pair" in error_in(answer)["message"]
+    # It isn't looked for where it is none: as text, or whole.
+    body = b'{"prompt":"\\ud83d\\ude00 \\\\ud800","max_tokens":1'
+    _, answer = server.answer(server.post("/v1/completions", body))
+    assert "surrogate" not in error_in(answer)["message"]
+    assert server.answer(server.post("/v1/completions", body + b"}"))[0] == 200
+
+
 def test_deep_values_where_anything_may_stand(server):
     nested = b"[" * 500 + b"]" * 500
     chat = b'{"messages":[{"role":"user","content":"x"}],"max_tokens":1,'
@@ -139,7 +153,7 @@ def test_what_is_not_http_is_told_so(server, data):
     assert error_in(answer)["message"]
 
 
-@pytest.mark.parametrize("kib", [300, 4000])
+@pytest.mark.parametrize("kib", [70, 120, 200, 300, 4000])
 def test_a_head_that_is_too_long_hears_how_long_it_may_be(server, kib):
     """All of the answer comes, though the server doesn't read on: raw would fail at a reset."""
     head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"x" * (kib << 10) + b"\r\n\r\n"

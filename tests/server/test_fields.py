@@ -42,6 +42,7 @@ UNKNOWN = [
     (chat, {"response_format": {"type": "json_object", "zzz": 1}}, "response_format.zzz"),
     (chat, {"chat_template_kwargs": {"zzz": 1}}, "chat_template_kwargs.zzz"),
     (chat, {"reasoning_effort": "high"}, "reasoning_effort"),
+    (chat, {"max_tokens": 2, "max_completion_tokens": 1}, "max_tokens"),
     (message, {"thinking": {"type": "disabled", "zzz": 1}}, "thinking.zzz"),
     (message, {"thinking": {"type": "enabled"}}, "thinking"),
     (message, {"tool_choice": {"type": "auto", "zzz": 1}}, "tool_choice.zzz"),
@@ -137,6 +138,26 @@ def test_what_a_template_reads_has_an_effect(tmp_path):
         (chat, {"response_format": {}}, ["response_format is {}"]),
         (chat, {"max_completion_tokens": 0}, ["max_completion_tokens is 0"]),
         (message, {"output_format": {"type": "text"}}, ["output_format is", "json_schema"]),
+        (message, {"thinking": {"type": "enabled", "budget_tokens": 0}},
+         ["thinking.budget_tokens is 0"]),
+        (message, {"tool_choice": {"type": "any", "name": "f"}, "tools": [CLAUDE_TOOL]},
+         ['tool_choice.name is "f"', "left out"]),
+        (message, {"tool_choice": {"type": "tool", "name": "g"}, "tools": [CLAUDE_TOOL]},
+         ['tool_choice.name is "g"; it must be the name of one of tools']),
+        (message, {"tool_choice": {"type": "tool"}, "tools": [CLAUDE_TOOL]},
+         ["tool_choice.name is null"]),
+        (message, {"tools": [{"name": "f"}]}, ["tools[0].input_schema is missing"]),
+        (message, {"stop_sequences": [""]}, ["stop_sequences: stop string ''"]),
+        (message, {"messages": [CHAT[0], {"role": "assistant", "content": "The"}]},
+         ["messages[1] is the assistant's", "end with the user's"]),
+        (message, {"messages": [{"role": "assistant", "content": [
+            {"type": "tool_use", "id": "a", "name": "f", "input": "x"}]}, CHAT[0]]},
+         ['messages[0].content[0].input is "x"; it must be an object']),
+        (chat, {"logit_bias": {"01": 1}}, ['logit_bias has "01"']),
+        (chat, {"logit_bias": {"1_0": 1}}, ['logit_bias has "1_0"']),
+        (chat, {"logit_bias": {"9" * 5000: 1}}, ["its keys must be token ids"]),
+        (message, {"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}},
+         ["output_config.format: ", '"not"']),
         (message, {"output_format": {"type": "json_schema", "schema": {}},
                    "output_config": {"format": {"type": "json_schema", "schema": {}}}},
          ["output_config.format and output_format"]),
@@ -154,6 +175,8 @@ def test_a_cache_control_is_checked_wherever_it_stands(server):
     messages = [{"role": "user", "content": [{**result, "content": [inner]}]}]
     got = message(server, messages=messages)
     assert got.status_code == 400
+    counted = {"model": NAME, "messages": messages}
+    assert server.http.post("/v1/messages/count_tokens", json=counted).json() == got.json()
     place = "messages[0].content[0].content[0].cache_control"
     assert got.json()["error"]["message"].startswith(f'{place} is {{"type": "zzz"}}; it must be')
 

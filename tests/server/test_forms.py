@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.support.serving import NAME
+from tests.support.serving import NAME, serving
 
 SCHEMA = {
     "type": "object",
@@ -13,7 +13,12 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+TOOL = {"type": "function", "function": {"name": "clock"}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+
+
+def schema(value):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
 
 
 def content(server, **body):
@@ -56,21 +61,41 @@ def test_several_answers_have_it_and_a_stream_too(server, client):
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "message", "param"),
     [
-        ({"response_format": {"type": "xml"}}, "response_format is"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema.schema"),
-        ({"response_format": FORMAT, "regex": "a"}, "response_format and regex"),
-        ({"regex": "("}, "the regex can't be used"),
-        ({"choice": []}, "no text to choose"),
-        ({"grammar": "nonsense"}, "Lark grammar can't be used"),
-        ({"choice": ["a"], "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "xml"}}, "response_format is", "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema.schema", "response_format"),
+        ({"response_format": schema({"type": "object", "not": {}})}, '"not"', "response_format"),
+        ({"response_format": schema({"$ref": "#"})}, "for ever", "response_format"),
+        ({"response_format": FORMAT, "regex": "a"}, "response_format and regex", "regex"),
+        ({"regex": "("}, "the regex can't be used", "regex"),
+        ({"regex": "a\\"}, "a backslash alone", "regex"),
+        ({"regex": "[a&&b]"}, "no token of this model", "regex"),
+        ({"choice": []}, "no text to choose", "choice"),
+        ({"choice": ["a" * 300_000]}, "300000 bytes", "choice"),
+        ({"grammar": "nonsense"}, "Lark grammar can't be used", "grammar"),
+        ({"choice": ["a"], "ignore_eos": True}, "ignore_eos", "ignore_eos"),
+        ({"regex": "(", "tools": [TOOL]}, "the", "regex"),
+        ({"grammar": "start: /a/", "tools": [TOOL]}, "grammar and tools", "grammar"),
     ],
 )
-def test_a_form_that_can_t_be_is_refused_by_name(server, body, message):
-    got = server.chat(**body)
-    assert got.status_code == 400
-    assert message in got.json()["error"]["message"]
+def test_a_form_that_can_t_be_is_refused_by_name(server, body, message, param):
+    told = [server.chat(**body)]
+    if "tools" not in body:
+        told.append(server.complete(prompt="x", **body))
+    for got in told:
+        assert got.status_code == 400
+        assert message in got.json()["error"]["message"]
+        assert got.json()["error"]["param"] == param
+
+
+def test_what_a_format_of_calls_can_t_write_is_the_tools_fault(llm):
+    pattern = {"type": "object", "properties": {"k": {"type": "string", "pattern": "a+"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": pattern, "strict": True}}
+    with serving(llm, tool_format="glm") as server:
+        got = server.chat(tools=[tool])
+    assert (got.status_code, got.json()["error"]["param"]) == (400, "tools")
+    assert "pattern in 'k' of 'f'" in got.json()["error"]["message"]
 
 
 def test_no_form_is_none(server):

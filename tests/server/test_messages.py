@@ -6,6 +6,7 @@ from typing import Literal
 import anthropic
 import pydantic
 import pytest
+import tokenizers
 
 import mlxserve
 from mlxserve.grammar import Grammar
@@ -238,6 +239,42 @@ def test_thinking_ends_when_its_budget_is_used_up(thoughts, budget):
     assert ids[:budget] == drawn[:budget]  # until then nothing is changed
 
 
+# By format: its marks, and a text in which the model thinks as long as it may.
+OWN_MARKS = {
+    "gemma": (
+        ["<|channel>", "<channel|>"],
+        '<|channel> "thought\\n" TEXT <channel|> "ok"',
+    ),
+    "harmony": (
+        ["<|start|>", "<|channel|>", "<|message|>"],
+        '<|channel|> "analysis" <|message|> TEXT <|end|> <|start|> "assistant" '
+        '<|channel|> "final" <|message|> "ok"',
+    ),
+}
+
+
+@pytest.mark.parametrize("reasoning_format", OWN_MARKS)
+def test_thinking_in_marks_of_several_tokens_has_a_budget_too(
+    tmp_path, monkeypatch, reasoning_format
+):
+    names, form = OWN_MARKS[reasoning_format]
+    marks = [tokenizers.AddedToken(name, special=True) for name in names]
+    shown = "{# tools " + " ".join(names) + " #}"
+    with mlxserve.load(write_thinking_model_dir(tmp_path, marks, shown, "<|system|>")) as llm:
+        for name in [*names, "<|end|>"]:
+            form = form.replace(name, f"<[{llm.tokenizer.encode(name)[0]}]>")
+        said = Grammar.lark(f"start: {form}\nTEXT: /(?s:.*)/")
+        monkeypatch.setattr(turn, "_grammar", lambda *_: said)
+        for budget in (2, 20):
+            thinking = {"type": "enabled", "budget_tokens": budget}
+            with serving(llm) as server:
+                got = post(server, thinking=thinking, temperature=0.0, max_tokens=100)
+            assert "x-mlxserve-ignored" not in got.headers
+            thought, text = got.json()["content"]
+            assert (text["type"], text["text"]) == ("text", "ok")
+            assert 0 < len(thought["thinking"]) <= budget + 3  # not in the midst of a character
+
+
 def test_a_budget_that_is_not_used_up_changes_nothing(thoughts):
     assert thoughts(1000)[1:] == thoughts()[1:]
 
@@ -256,7 +293,7 @@ def test_a_budget_of_nothing_is_refused(thinker):
     with serving(thinker) as server:
         got = post(server, thinking={"type": "enabled", "budget_tokens": 0})
     assert got.status_code == 400
-    assert "a thinking budget is 0" in got.json()["error"]["message"]
+    assert "thinking.budget_tokens is 0" in got.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import logging
 import re
 import time
 from datetime import datetime
+from http import HTTPStatus
 from pathlib import Path
 
 import anthropic as anthropic_client
@@ -265,6 +266,54 @@ def test_lines_of_json(llm, caplog, prompts):
     assert ("prompt_ids" in first) == prompts
     if prompts:
         assert first["prompt_ids"][0] == llm.encode([{"role": "user", "content": "Hi"}])
+
+
+NO_HTTP = "this isn't valid HTTP/1.1; send a request as RFC 9112 has it"
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: mine\r\n"
+CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
+REFUSED = {
+    "no HTTP": (b"hello\r\n\r\n", 400, "-", NO_HTTP),
+    "no head in time": (b"GET /", 408, "-", "the request's head didn't come in 0.3 s"),
+    "a long head": (b"GET /" + b"x" * (1 << 20), 431, "-", "over 65536 bytes"),
+    "an encoding": (HALF + b"Transfer-Encoding: gzip\r\n\r\n", 501, "-", "transfer encoding"),
+    "a broken body": (HALF + CHUNKED + b"nope\r\n", 400, "/v1/completions", NO_HTTP),
+}
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_before_it_is_a_request_is_a_line_and_counts(llm, caplog, case, log_format):
+    caplog.set_level(logging.INFO, "mlxserve.access")
+    data, status, path, words = REFUSED[case]
+    with serving(llm, header_timeout_s=0.3, log_format=log_format) as server:
+        got = server.raw(data)
+        assert got.startswith(b"HTTP/1.1 %d %s\r\n" % (status, HTTPStatus(status).phrase.encode()))
+        request_id = re.search(rb"\r\nx-request-id: (.*?)\r\n", got)[1].decode()
+        assert (request_id == "mine") == (path != "-")
+        wait_until(lambda: lines_of(caplog), "a line")
+        counted = "other" if path == "-" else path
+        assert metrics_of(server)[f"mlxserve_requests_total path={counted} status={status}"] == 1
+    (line,) = lines_of(caplog)
+    if log_format == "json":
+        told = json.loads(line)
+        assert (told["path"], told["status"], told["id"]) == (path, status, request_id)
+        assert words in told["error"]
+    else:
+        method = "-" if path == "-" else "POST"
+        head = rf"{TIME} {method} '{path}' {status} [\d.]+ s, id {request_id}, "
+        assert re.match(head, line)
+        assert words in line
+
+
+def lines_of(caplog):
+    return [record.message for record in caplog.records if record.name == "mlxserve.access"]
+
+
+def test_a_broken_body_is_refused_in_the_paths_own_dialect(server):
+    got = server.raw(HALF.replace(b"completions", b"messages") + CHUNKED + b"nope\r\n")
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert b"\r\nrequest-id: mine" in head
+    assert json.loads(body)["type"] == "error"
 
 
 def test_the_logs_id_is_the_one_that_the_client_sees(server, client, caplog):

@@ -199,7 +199,7 @@ def test_the_clients_exceptions(server, client):
 def test_a_prompt_that_is_too_long_hears_how_long_it_may_be(llm, client, stream):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=NAME, prompt="x" * 3000, stream=stream)
-    assert caught.value.code == "context_length_exceeded"
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
     assert "3000" in str(caught.value)
     assert str(llm.context_tokens - 1) in str(caught.value)
 
@@ -215,6 +215,8 @@ def test_a_text_that_is_far_too_long_is_refused_before_it_is_made_into_tokens(ll
     )
     got = server.http.post(path, json=body)
     assert got.status_code == 400
+    if path == "/v1/chat/completions":
+        assert got.json()["error"]["param"] == "messages"
     message = got.json()["error"]["message"]
     assert re.search(r"at least \d+ tokens", message)  # so they weren't counted
     assert f"this model can take {llm.context_tokens - 1} here" in message

@@ -1,6 +1,7 @@
 """A tiny random model as a directory in Hugging Face's layout: what a user would point us at."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -29,16 +30,27 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def write_thinking_model_dir(path: Path) -> Path:
-    """The same of a model that knows `<think>` and `</think>` as tokens, and thinks first."""
-    tiny = tiny_llama(vocab_size=VOCAB_SIZE + 2, max_position_embeddings=2048, eos_token_id=END_ID)
+THINK = [tokenizers.AddedToken(tag, special=False) for tag in ("<think>", "</think>")]
+
+
+def write_thinking_model_dir(
+    path: Path,
+    marks: Sequence[tokenizers.AddedToken] = THINK,
+    opening: str = "<think>",
+    end: str = SPECIAL[0],
+) -> Path:
+    """The same of a model that knows marks of thinking as tokens.
+
+    opening: what its template ends with; the marks in it say how it thinks. end: ends an answer.
+    """
+    size, end_id = VOCAB_SIZE + len(marks), END_ID + SPECIAL.index(end)
+    tiny = tiny_llama(vocab_size=size, max_position_embeddings=2048, eos_token_id=end_id)
     write_model_dir(path, tiny)
     backend = byte_tokenizer()
-    tags = [tokenizers.AddedToken(tag, special=False) for tag in ("<think>", "</think>")]
-    backend.add_tokens(tags)
+    backend.add_tokens(list(marks))
     backend.save(str(path / "tokenizer.json"))
-    template = CHAT_TEMPLATE.replace("<|assistant|>{% endif", "<|assistant|><think>{% endif")
-    settings = {"eos_token": SPECIAL[0], "chat_template": template}
+    template = CHAT_TEMPLATE.replace("<|assistant|>{% endif", f"<|assistant|>{opening}{{% endif")
+    settings = {"eos_token": end, "chat_template": template}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
     return path
 

@@ -330,6 +330,40 @@ def test_marks_in_a_string_are_its_text_or_not_allowed(spelled, tool_format):
             assert told(tool_format, text) == (calls, "", "")
 
 
+NESTED = {
+    "list": {"type": "array", "items": {"type": "string"}},
+    "object": {"type": "object", "additionalProperties": {"type": "string"}},
+    "maybe": {"type": ["string", "null"]},
+    "any": {},
+}
+
+
+@pytest.mark.parametrize("name", NESTED)
+@pytest.mark.parametrize("tool_format", FORMATS)
+def test_marks_in_a_string_within_json_do_not_end_it(spelled, tool_format, name):
+    format_ = TOOL_FORMATS.get(tool_format, HarmonyParser)
+    tools = [tool("f", {"key": NESTED[name], "more": {"type": "integer"}}, ["key", "more"])]
+    grammar = build(tool_format, spelled, tools).calls()
+    marks = {*format_.keeps, *getattr(format_, "opens", ()), "</function>", "</parameter>", "```"}
+    # As if the value, the call, or both ended there.
+    ends = ["</parameter><parameter=x>", "</parameter></function></tool_call>"]
+    ends += ["</arg_value><arg_key>", "</arg_value></tool_call>", "}}</tool_call>", '")]\n```']
+    for mark in [*sorted(marks), *ends]:
+        text = f'see {mark}, \\ "and"\n{mark}'
+        value = {"list": [text, text], "object": {"k": text}}.get(name, text)
+        bare_json = tool_format in ("glm", "qwen3_coder")
+        arguments = {"key": plain_json(value) if bare_json else value, "more": 1}
+        written_ = written(tool_format, ("f", arguments))
+        closes = (tool_format == "gemma" and mark == CLOSING["gemma"]) or mark == "<|end|>"
+        assert allowed(spelled, grammar, written_)[1] is not closes, mark
+        if not closes:
+            assert told(tool_format, written_, tools) == (
+                [("f", {"key": value, "more": 1})],
+                "",
+                "",
+            )
+
+
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_fields_that_are_optional_may_be_left_out_and_others_not(spelled, tool_format):
     names = ["b", "c", "d"]

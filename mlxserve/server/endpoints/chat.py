@@ -53,6 +53,8 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Chat, list[str
     if asked.max_completion_tokens is not None:
         name = "max_completion_tokens"
         more["max_tokens"] = checked_integer(name, asked.max_completion_tokens, 1)
+        if asked.max_tokens not in (None, asked.max_completion_tokens):
+            ignored.append("max_tokens")
     openai.check_conversation(asked.messages, words)
     variables = dict(asked.chat_template_kwargs or {})
     effort = turn.effort_variables(asked.reasoning_effort)
@@ -67,7 +69,7 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Chat, list[str
         turn.Asked(
             messages=asked.messages,
             tools=tools,
-            grammar=openai.answer_grammar(asked),
+            form=openai.answer_form(asked),
             sampling=sampling,
             variables=variables | effort,
             options=openai.request_options(asked, tenant),

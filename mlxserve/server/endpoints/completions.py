@@ -16,6 +16,7 @@ from mlxserve.server import openai
 from mlxserve.server.body import parse
 from mlxserve.server.delivery import Delivery
 from mlxserve.server.exchange import DONE, Event, Exchange, answer
+from mlxserve.server.forms import named
 from mlxserve.server.problems import Problem
 from mlxserve.server.schema import (
     CompletionRequest,
@@ -44,7 +45,8 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Texts, list[st
     include_usage = openai.includes_usage(asked)
     prompts = _prompts(asked.prompt)
     options = openai.request_options(asked, tenant)
-    more: dict[str, Any] = {"grammar": openai.answer_grammar(asked)}
+    form = openai.answer_form(asked)
+    more: dict[str, Any] = {"grammar": form and form.grammar}
     if asked.max_tokens is None:
         more["max_tokens"] = served.config.sampling.get("max_tokens", DEFAULT_MAX_TOKENS)
     if asked.logprobs is not None:
@@ -73,7 +75,8 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Texts, list[st
     answers, told = [], []
     for prompt in prompts:
         ids = served.llm.encode(prompt, max_tokens=served.llm.max_prompt_tokens)
-        answers += served.llm.prepare(ids, params, **options)
+        with named(form and form.field, "grammar"):
+            answers += served.llm.prepare(ids, params, **options)
         if asked.echo:
             told += [_Prompt.of(served.llm.tokenizer, ids, prompt)] * params.drawn
     delivery = Delivery(served.llm, served.mailbox, answers)
@@ -109,8 +112,7 @@ class _Prompt:
     def of(cls, tokenizer: Tokenizer, ids: Sequence[int], given: str | list[int]) -> _Prompt:
         """Special tokens are text where the client wrote them, but not those put before a text."""
         added = len(tokenizer.prefix_ids) if isinstance(given, str) else 0
-        special = {tokenizer.token_bytes(token).decode() for token in tokenizer.special_ids}
-        decoder = StreamDecoder(tokenizer, keep=special)
+        decoder = StreamDecoder(tokenizer, keep=tokenizer.special_texts)
         offsets, pieces, chars = [0] * added, [], 0
         for token in ids[added:]:
             offsets.append(chars)

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxserve.checks import checked_integer
 from mlxserve.grammar import Grammar
 from mlxserve.server import anthropic, turn
 from mlxserve.server.anthropic import (
@@ -25,6 +26,7 @@ from mlxserve.server.anthropic import (
 )
 from mlxserve.server.body import ignored_header, parse
 from mlxserve.server.exchange import ChatExchange, Event, answer
+from mlxserve.server.forms import named
 from mlxserve.server.service import Service, new_id, read, reply, service
 from mlxserve.server.tools import Tools, check_tools
 from mlxserve.text.parsers import Content, Delta, Reasoning, ToolCall
@@ -46,7 +48,8 @@ async def count_tokens(request: Request) -> Response:
         asked, ignored = parse(data, CountRequest, anthropic.DIALECT)
         served.check_model(asked.model)
         chat, tools = anthropic.to_chat(asked), _tools(served, asked)
-        anthropic.answer_grammar(asked)  # which takes no tokens of the prompt
+        anthropic.answer_form(asked)  # these two take no tokens of the prompt
+        anthropic.pin_s(asked)
         variables = _thinking(asked) | _effort(asked)
         ids = turn.prompt_of(served, chat, tools, variables)[1]
         return len(ids), ignored + _without_effect(served, asked, tools)
@@ -59,9 +62,11 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Message, list[
     """Everything that can be wrong with a request is found here."""
     asked, ignored = parse(data, MessagesRequest, anthropic.DIALECT)
     served.check_model(asked.model)
+    anthropic.check_last(asked.messages)
     budget = asked.thinking and asked.thinking.budget_tokens
-    if budget is not None and served.formats.marks is None:
-        ignored.append("thinking.budget_tokens")
+    if budget is not None:
+        budget = checked_integer("thinking.budget_tokens", budget, 1)
+        ignored += ["thinking.budget_tokens"] if served.formats.marks is None else []
     given: dict[str, Any] = {
         "max_tokens": asked.max_tokens,
         "temperature": asked.temperature,
@@ -73,7 +78,8 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Message, list[
     values |= {name: value for name, value in given.items() if value is not None}
 
     def sampling(grammar: Grammar | None) -> SamplingParams:
-        return SamplingParams(**values, grammar=grammar)
+        with named("stop_sequences", "stop"):
+            return SamplingParams(**values, grammar=grammar)
 
     tools = _tools(served, asked)
     found = turn.prepare(
@@ -81,7 +87,7 @@ def _prepare(served: Service, data: bytes, tenant: str) -> tuple[_Message, list[
         turn.Asked(
             messages=anthropic.to_chat(asked),
             tools=tools,
-            grammar=anthropic.answer_grammar(asked),
+            form=anthropic.answer_form(asked),
             sampling=sampling,
             variables=_thinking(asked) | _effort(asked),
             options={"tenant": tenant, "pin_s": anthropic.pin_s(asked)},
@@ -96,7 +102,7 @@ def _tools(served: Service, asked: CountRequest) -> Tools:
     choice, tools = asked.tool_choice, anthropic.tools_of(asked)
     parallel = not (choice and choice.disable_parallel_tool_use)
     return check_tools(
-        tools, anthropic.choice_of(choice), parallel, served.config.max_tools, "input_schema"
+        tools, anthropic.choice_of(asked), parallel, served.config.max_tools, "input_schema"
     )
 
 

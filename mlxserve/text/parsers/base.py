@@ -11,8 +11,9 @@ from mlxserve.text.parsers.values import Malformed, NotACall, Tools, dump_json
 
 MAX_DROPPED_SPACE = 64
 
-MIN_MARKUP_CHARS = 4
-"""Fewer at the end of a text, with which a marker could begin, are text: they may be a fence."""
+MIN_MARKUP_CHARS: dict[type[Delta], int] = {Content: 4, Reasoning: 2}
+"""Fewer at the end of a text, with which a marker could begin, are text: three may be a fence, and
+one of reasoning, which has no other marker than its closing tag, "less than"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class OutputParser:
             return
         if kind in self._parted:
             text = "\n" + text
-        said = Content(text, reason, unfinished) if kind is Content else Reasoning(text)
+        said = Content(text, reason, unfinished) if kind is Content else Reasoning(text, unfinished)
         self._out.append(said)
         self._parted.discard(kind)
         self._said.add(kind)
@@ -162,8 +163,8 @@ class OutputParser:
         """What was held back, as it might have become a marker, now that the text has ended."""
         read = self._read
         rest = read.text[read.at :]
-        begun = kind is Content and len(rest.strip()) >= MIN_MARKUP_CHARS
-        self._say(kind, rest, "a call ends early" if begun else None, unfinished=begun)
+        begun = len(rest.strip()) >= MIN_MARKUP_CHARS[kind]
+        self._say(kind, rest, "markup ends early" if begun else None, unfinished=begun)
         read.at = len(read.text)
         if kind is Reasoning:
             self._reasoned_until(read.gone + read.at)
@@ -240,6 +241,8 @@ class MarkupParser(OutputParser):
         if self._starts and (marker := (yield from read.accept(*self._starts))):
             read.begin(start)
             return marker
+        if self._starts and read.ends_in(self._starts):
+            self._say_last(Content)
         return None
 
     def _reason(self) -> Steps[bool]:
@@ -248,13 +251,15 @@ class MarkupParser(OutputParser):
         read = self._read
         read.done()
         self._part()
-        begin = read.gone + read.at
+        self.reasoned.append((read.gone + read.at, None))
         yield from read.skip_space()
         # Where the prompt opened the reasoning, some models open it once more.
-        if self._inside and not self._said and (yield from read.accept(self._reasoning.opens)):
-            begin = read.gone + read.at
-            yield from read.skip_space()
-        self.reasoned.append((begin, None))
+        if self._inside and not self._said:
+            if (yield from read.accept(self._reasoning.opens)):
+                self.reasoned[-1] = (read.gone + read.at, None)
+                yield from read.skip_space()
+            elif read.ends_in((self._reasoning.opens,)):
+                self._say_last(Reasoning)
         closed = yield from self._stream(Reasoning, Until((self._reasoning.closes,)))
         read.done()
         self._part()

@@ -18,9 +18,13 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of the reasoning that comes before an answer, never empty."""
+    """A piece of the reasoning that comes before an answer, never empty.
+
+    unfinished: the output ended in it, and it begins like the tag that closes the reasoning.
+    """
 
     text: str
+    unfinished: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ class Glm(ToolFormat):
         while (yield from read.expect("<arg_key>", "</tool_call>")) == "<arg_key>":
             key, _ = yield from read.find("</arg_key>")
             yield from read.expect("<arg_value>")
-            value = yield from read.find_before("</arg_value>", "<arg_key>", "</tool_call>")
-            arguments[key.strip()] = self.tools.value(name, key.strip(), value)
+            key, json = key.strip(), not self.tools.is_text(name, key.strip())
+            then = ("<arg_key>", "</tool_call>")
+            value = yield from read.find_before("</arg_value>", *then, json=json)
+            arguments[key] = self.tools.value(name, key, value)
         yield Call(name, arguments)

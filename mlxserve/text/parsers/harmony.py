@@ -8,7 +8,7 @@ Source: the guide "OpenAI harmony response format", and the chat template of gpt
 
 import re
 
-from mlxserve.text.parsers.base import Call, Calls, OutputParser, Until
+from mlxserve.text.parsers.base import Call, Calls, OutputParser, ReasoningFormat, Until
 from mlxserve.text.parsers.deltas import Content, Reasoning
 from mlxserve.text.parsers.reader import Steps
 from mlxserve.text.parsers.values import Malformed
@@ -20,6 +20,14 @@ _MAX_HEADER_CHARS = 1024
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+REASONING = ReasoningFormat(
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    frozenset({"<|channel|>", "<|message|>", "<|end|>"}),
+)
+"""As models write it; the parser reads headers of other forms, too."""
 
 
 class HarmonyParser(OutputParser):

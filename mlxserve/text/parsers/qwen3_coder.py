@@ -31,7 +31,8 @@ class Qwen3Coder(ToolFormat):
         arguments = {}
         while (yield from read.expect("<parameter=", "</function>")) == "<parameter=":
             key, _ = yield from read.find(">")
-            value = yield from read.find_before("</parameter>", "<parameter=", "</function>")
+            json, then = not self.tools.is_text(name, key), ("<parameter=", "</function>")
+            value = yield from read.find_before("</parameter>", *then, json=json)
             value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = self.tools.value(name, key, value)
         yield Call(name, arguments)

@@ -142,7 +142,7 @@ class Reader:
         """As `accept`, after white space. A word in which the text ends is consumed, too."""
         yield from self.skip_space()
         word = yield from self.accept(*words)
-        if word is None and self._ends_in(words):
+        if word is None and self.ends_in(words):
             self.at = self.end
         return word
 
@@ -150,7 +150,7 @@ class Reader:
         """Whichever of the words comes next, after white space."""
         yield from self.skip_space()
         if (word := (yield from self.accept(*words))) is None:
-            if self._ends_in(words):
+            if self.ends_in(words):
                 yield from self.need_more()
             raise self.unexpected(" or ".join(map(repr, words)))
         return word
@@ -159,11 +159,11 @@ class Reader:
         """As `expect`, but the text may end before or in the word: what was wanted is complete."""
         yield from self.skip_space()
         if (yield from self.accept(*words)) is None:
-            if not self._ends_in(words):
+            if not self.ends_in(words):
                 raise self.unexpected(" or ".join(map(repr, words)))
             self.at = self.end
 
-    def _ends_in(self, words: tuple[str, ...]) -> bool:
+    def ends_in(self, words: tuple[str, ...]) -> bool:
         """Whether the text ends before or in one of the words."""
         rest = self.text[self.at : self.end]
         return self.ended and any(word.startswith(rest) for word in words)
@@ -178,12 +178,15 @@ class Reader:
         self.at = found.end()
         return self.text[begin : found.start()], found[0]
 
-    def find_before(self, word: str, *then: str) -> Steps[str]:
+    def find_before(self, word: str, *then: str, json: bool) -> Steps[str]:
         """The text before the first `word` that one of `then` follows, which isn't consumed.
 
-        A value may have the tag in it that closes it; what must follow tells them apart.
+        A value may have the tag in it that closes it; what must follow tells them apart. json: if
+        the text is JSON, it may have both in its strings.
         """
         begin = self.at
+        if json:
+            yield from self._skip_json(word)
         while True:
             yield from self.find(word)
             after = self.at
@@ -191,6 +194,27 @@ class Reader:
             self.at = after
             if follows:
                 return self.text[begin : after - len(word)]
+
+    def _skip_json(self, word: str) -> Steps[None]:
+        """Go to the end of the JSON that comes next, if there is any and `word` follows it.
+
+        Raises Malformed where the text ends in it: what stands in a string would be taken for the
+        end of the value.
+        """
+        begin = self.at
+        try:
+            if (opening := (yield from self.peek())) == '"':
+                self.at += 1
+                yield from self.quoted(opening)
+            elif opening in "{[":
+                yield from self.json(opening)
+            end = self.at
+            yield from self.expect(word)
+        except Malformed:
+            if self.ended:
+                raise
+            end = begin
+        self.at = end
 
     def quoted(self, quote: str) -> Steps[str]:
         """The text up to a quote, which is consumed. A backslash escapes what follows it."""

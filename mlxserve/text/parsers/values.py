@@ -86,16 +86,21 @@ class Tools:
         What the schema says is a string stays one; anything else is read as JSON, where the text is
         that (or Python's True, False, None, which templates write for them), and else is a string.
         """
-        schema = self._parameters.get(name)
-        properties = schema.get("properties") if isinstance(schema, Mapping) else None
-        described = properties.get(key) if isinstance(properties, Mapping) else None
-        kinds = kinds_of(described)
-        if kinds == {"string"}:
+        if self.is_text(name, key):
             return text
-        value = _bare_value(text)
+        value, kinds = _bare_value(text), self._kinds(name, key)
         if "string" in kinds and _kind(value) not in kinds:
             return text
         return value
+
+    def is_text(self, name: str, key: str) -> bool:
+        """Whether a value can be nothing but a string, by the tool's JSON schema."""
+        return self._kinds(name, key) == {"string"}
+
+    def _kinds(self, name: str, key: str) -> set[str]:
+        schema = self._parameters.get(name)
+        properties = schema.get("properties") if isinstance(schema, Mapping) else None
+        return kinds_of(properties.get(key) if isinstance(properties, Mapping) else None)
 
 
 _CONSTANTS = {"True": True, "False": False, "None": None}

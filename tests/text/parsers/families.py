@@ -339,6 +339,30 @@ GOLDENS = {
         calls=[("get_weather", {"city": "\n<x>\n</parameter> y \n"})],
         content="Bye.",
     ),
+    "qwen3_coder's tags within JSON": _golden(
+        "qwen3_coder",
+        None,
+        '<function=f>\n<parameter=a>\n["</parameter><parameter=b>", {"</function>": '
+        '"\\"</parameter></function>"}]\n</parameter>\n<parameter=c>\n"</parameter></function>"\n</parameter>\n'
+        "</function>Bye.",
+        calls=[
+            (
+                "f",
+                {
+                    "a": ["</parameter><parameter=b>", {"</function>": '"</parameter></function>'}],
+                    "c": "</parameter></function>",
+                },
+            )
+        ],
+        content="Bye.",
+    ),
+    "glm's tags in what begins like JSON": _golden(
+        "glm",
+        None,
+        '<tool_call>f<arg_key>a</arg_key><arg_value>["x</arg_value><arg_key>b</arg_key><arg_value>'
+        '"y" and z"</arg_value><arg_key>c</arg_key><arg_value>{"k": 1} {</arg_value></tool_call>',
+        calls=[("f", {"a": '["x', "b": '"y" and z"', "c": '{"k": 1} {'})],
+    ),
     "cut in the closing tag": _golden(
         "hermes", None, '<tool_call>{"name": "get_time"}\n</tool_', calls=[BARE]
     ),
@@ -392,7 +416,7 @@ def parse(output: Output, pieces: Sequence[str]) -> list[Delta]:
         if isinstance(delta, Content) and isinstance(last, Content) and delta.reason == last.reason:
             joined[-1] = Content(last.text + delta.text, delta.reason)
         elif isinstance(delta, Reasoning) and isinstance(last, Reasoning):
-            joined[-1] = Reasoning(last.text + delta.text)
+            joined[-1] = Reasoning(last.text + delta.text, delta.unfinished)
         else:
             joined.append(delta)
     return joined

@@ -110,10 +110,7 @@ def marked(name: str) -> bool:
 @pytest.mark.parametrize("name", [name for name in sorted(OUTPUTS) if marked(name)])
 def test_wherever_an_output_is_cut_markup_is_told_to_be_unfinished(name: str):
     output = OUTPUTS[name]
-    opening = "<|channel>thought\n" if output.reasoning_format == "gemma" else "\n<think>"
     for i in range(len(output.text)):
-        if output.text[:i] in opening:
-            continue
         parser = make_parser(
             output.tool_format, output.reasoning_format, tools=TOOLS, prompt=output.prompt
         )
@@ -124,6 +121,22 @@ def test_wherever_an_output_is_cut_markup_is_told_to_be_unfinished(name: str):
         told = output.content.startswith(certain)
         assert told or output.content.startswith(certain[:-3].rstrip())
         assert all(delta.reason for delta in content if delta.unfinished)
+        thought = [delta for delta in deltas if isinstance(delta, Reasoning)]
+        certain = "".join(delta.text for delta in thought if not delta.unfinished).rstrip()
+        # And the first one of a tag that closes reasoning.
+        told = output.reasoning.startswith(certain)
+        assert told or output.reasoning.startswith(certain[:-1].rstrip())
+
+
+@pytest.mark.parametrize(
+    "text", ["a < b", "a </b", "a\n</thin", "a <", "a </think", "[/b]\n</t> </"]
+)
+def test_what_looks_like_half_a_tag_is_not_lost(text: str):
+    output = Output(tool_format=None, reasoning_format="think", text=f"<think>{text}")
+    deltas = parse(output, list(output.text))
+    assert text_in(deltas, Reasoning) == text
+    for i in range(1, len(output.text)):
+        assert parse(output, [output.text[:i], output.text[i:]]) == deltas
 
 
 @pytest.mark.parametrize("name", sorted(OUTPUTS))
