@@ -11,7 +11,7 @@ PYTHON := python3 python3.13 python3.12 python3.14 python3.11
 
 help:
 	@echo 'make demo          install mlxserve and its default model, and see it answer'
-	@echo 'make check         lint, types, import rules and the fast tests: four minutes or so'
+	@echo 'make check         lint, types, import rules and the fast tests: two minutes or so'
 	@echo 'make test          the same and every test but the slow ones: what CI runs'
 	@echo 'make test-slow     the slow tests'
 	@echo 'make test-clients  those of them that talk to the server with other clients'

@@ -256,6 +256,7 @@ def test_several_threads_share_a_model(llm):
     assert dict(got.get() for _ in range(6)) == dict(enumerate(expected))
 
 
+@pytest.mark.full
 def test_a_name_instead_of_a_model_loads_it_for_the_call(tiny_model_dir, llm):
     expected = mlxserve.generate(llm, "Hello", max_tokens=3)
     assert mlxserve.generate(tiny_model_dir, "Hello", max_tokens=3).text == expected.text
@@ -308,6 +309,7 @@ def test_too_little_memory_for_the_cache_is_refused_with_the_fix(tiny_model_dir)
         mlxserve.load(tiny_model_dir, memory_limit_bytes=1_000_000)
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_answer_and_the_model_stays_usable(tiny_model_dir):
     """In a process of its own, as in a notebook: the interrupt is raised, the next call works."""
     script = textwrap.dedent(

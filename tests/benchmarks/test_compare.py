@@ -189,6 +189,7 @@ def test_a_llama_cpp_without_avx512_is_measured_with_a_warning(fake):
     assert "AVX-512" in found["warning"]
 
 
+@pytest.mark.full
 def test_a_whole_run_with_fake_engines(fake, tmp_path, monkeypatch, capsys):
     fake()
     monkeypatch.setattr(compare, "find_model", lambda name: model(tmp_path))

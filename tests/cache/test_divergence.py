@@ -46,6 +46,7 @@ def test_a_prompt_that_goes_on_diverges_where_the_other_ended(llm):
     assert (got.cached_tokens, got.diverged_at) == (100, 100)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layers", ["full", "windows"])
 def test_packed_pages_tell_it_by_token_too(layers, tiny_model_dir):
     options = {"kv_bits": 8, "max_kv_size": 80 if layers == "windows" else None}

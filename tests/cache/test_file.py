@@ -96,6 +96,7 @@ def headers(draw) -> Header:
     return Header(draw(st.dictionaries(texts, texts)), tokens, page_tokens, tuple(groups))
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(header=headers(), seed=st.integers(0, 9))
 def test_what_was_written_is_read_bit_by_bit_and_safetensors_agrees(tmp_path_factory, header, seed):
@@ -477,6 +478,7 @@ file.write(Path(sys.argv[1]), header, tensor)
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["tokens", "layers.3.v", "layers.2.state.0"])
 def test_a_killed_writer_leaves_the_old_file(saved, path, name):
     before = path.read_bytes()

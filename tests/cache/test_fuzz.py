@@ -94,6 +94,7 @@ class Requests(RuleBasedStateMachine):
             Requests.steps += self.schedule.engine.steps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("examples", EXAMPLES)
 def test_every_query_reads_its_own_tokens_whatever_happens(examples):
     """At least 10,000 steps in `make test`, each with `check_integrity` after it."""

@@ -13,6 +13,7 @@ PROMPT = Asked((*range(20), 3), 1, "greedy")
 LONG = Asked((*range(12 * P), 3), 6, "greedy")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", KINDS)
 def test_a_file_of_another_cache_is_refused_by_name(name, tmp_path):
     refuses_others(name, tmp_path / "prompt.st")

@@ -19,6 +19,7 @@ def arrays(result):
     return [array for part in result for array in arrays(part)]
 
 
+@pytest.mark.full
 def test_a_table_and_a_file(cli, tmp_path):
     done = cli("bench", "kernels", "--op", "norm", "--seconds", "0.01", "--json", tmp_path / "f")
     assert done.code == 0, done.stderr
@@ -36,6 +37,7 @@ def test_a_table_and_a_file(cli, tmp_path):
         assert f"{op['bytes'] / op['seconds'] / 1e9:.3g}" in row
 
 
+@pytest.mark.full
 def test_an_op_that_there_is_not_is_refused_with_those_that_there_are(cli):
     done = cli("bench", "kernels", "--op", "softmax")
     assert done.code == 2

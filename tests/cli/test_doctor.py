@@ -83,6 +83,7 @@ def stand_in(name):
     return {"MLXSERVE_METAL_STAND_IN": f"tests.support.stand_ins.{name}", "PYTHONPATH": root}
 
 
+@pytest.mark.full
 def test_kernels(cli):
     done = cli("doctor", "--kernels")
     assert done.code == 0, done.stderr

@@ -34,6 +34,7 @@ def expect_quantised(made, source, bits, group_size, mode="affine"):
     assert made == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 64), (2, 32), (3, 128), (5, 32), (8, 64)])
 def test_affine_is_mx_quantize_bit_for_bit(tmp_path, dtype, bits, group_size):

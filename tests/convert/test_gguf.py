@@ -130,6 +130,7 @@ def test_they_are_quantised_from_16_bits(tmp_path, kind):
     assert kind.name in (made.path / "README.md").read_text()
 
 
+@pytest.mark.full
 def test_the_model_and_its_tokenizer_are_the_file_s(tmp_path):
     path, _ = write(tmp_path / "m.gguf", Kind.Q8_0)
     made = convert(path, tmp_path / "out", dequantize=True, dtype="float32")
@@ -144,6 +145,7 @@ def test_the_model_and_its_tokenizer_are_the_file_s(tmp_path):
     assert difference <= 1e-3 * np.abs(b.score(ids)).max()
 
 
+@pytest.mark.full
 def test_transformers_reads_the_tokenizer(tmp_path):
     path, _ = write(tmp_path / "m.gguf", Kind.Q8_0)
     made = convert(path, tmp_path / "out", bits=8)

@@ -106,6 +106,7 @@ def continue_by_reference(tiny, ids, n):
     return ids[0, -n:].tolist()
 
 
+@pytest.mark.full
 def test_logits_equal_transformers_at_every_position(tiny):
     ids = prompt(200)
     difference = np.abs(score(tiny, ids) - reference_logits(tiny.reference, ids))
@@ -163,6 +164,7 @@ def test_a_seeded_row_draws_the_same_alone_and_in_any_batch():
     engine.close()
 
 
+@pytest.mark.full
 def test_unseeded_rows_differ_from_one_another():
     rows = [request([1, 2, 3], f"r{i}", temperature=1.5, max_tokens=20) for i in range(4)]
     got = run(tiny_llama(**LONG), rows)
@@ -233,6 +235,7 @@ def test_an_end_token_stops_and_is_delivered():
     assert got[-1].finish_reason == "stop"
 
 
+@pytest.mark.full
 def test_logprobs_equal_transformers():
     tiny, ids = tiny_llama(**LONG), prompt(50)
     got = run(tiny, [request(ids, max_tokens=5, top_logprobs=3)])["r"]
@@ -309,6 +312,7 @@ def test_an_echo_that_starts_over_gives_each_position_once():
         assert tokens(got[name]) == tokens(expected[name])
 
 
+@pytest.mark.full
 def test_reading_a_text_holds_no_logits_of_a_large_vocabulary(monkeypatch):
     """Of 600 tokens over 50,000 they would take 120 MB; those of a block, all in all, take 16."""
     tiny = tiny_llama(vocab_size=50_000, hidden_size=16, **LONG)
@@ -497,6 +501,7 @@ def test_a_failed_step_leaves_those_it_had_just_preempted_unharmed():
     assert all("boom" in str(got[name][-1].error) for name in failed)
 
 
+@pytest.mark.full
 def test_an_id_that_is_in_use_is_refused():
     engine = start(tiny_llama(**LONG))
     first, second = queue.SimpleQueue(), queue.SimpleQueue()
@@ -507,6 +512,7 @@ def test_an_id_that_is_in_use_is_refused():
     engine.close()
 
 
+@pytest.mark.full
 def test_an_error_that_is_kept_keeps_no_arrays():
     before = mx.get_active_memory()
     engine, _ = start_failing(InvariantError("broken"), call=2)
@@ -527,6 +533,7 @@ def test_a_dead_engine_says_so_to_everyone():
     engine.close()
 
 
+@pytest.mark.full
 def test_closing_ends_what_runs():
     engine = start(tiny_llama(**LONG))
     out = queue.SimpleQueue()
@@ -540,6 +547,7 @@ def test_closing_ends_what_runs():
         engine.submit([request([1])], queue.SimpleQueue())
 
 
+@pytest.mark.full
 def test_what_loading_raises_is_raised_here():
     def load():
         raise ModelError("no such model")

@@ -102,6 +102,7 @@ def test_pages_of_which_one_side_is_packed(bits):
     assert told == sum(array.nbytes for array in (*keys, *values))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keep", [0, 1, 63, 64, 65, 200])
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 128, 130, 400])
 def test_window_pages_are_those_that_queries_see(window, keep):

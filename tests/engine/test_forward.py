@@ -73,6 +73,7 @@ def run(core, asked):
     return got
 
 
+@pytest.mark.full
 @native
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "quantised"])
 @pytest.mark.parametrize("name", MODELS)

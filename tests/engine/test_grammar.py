@@ -67,6 +67,7 @@ def valid(answer, schema):
     return True
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback", "byte_fallback_plain"])
 def test_every_answer_satisfies_its_schema(kind, tmp_path):
     grammar = Grammar.json_schema(PERSON)
@@ -274,6 +275,7 @@ def test_an_aborted_answer_ends_and_the_others_go_on(tiny, llm):
         assert token_ids(got[name]) == [token for token, _ in run(llm, [name])[name]]
 
 
+@pytest.mark.full
 def test_an_answer_that_can_t_go_on_fails_alone(tmp_path):
     """The tokens have no way to spell what must come: it is an error, and others don't notice."""
     with model_of("unigram", tmp_path) as llm:

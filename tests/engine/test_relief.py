@@ -48,6 +48,7 @@ def until(condition):
         time.sleep(0.01)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("kv_bits", [None, 8])
 def test_prefixes_go_and_their_memory_too_and_answers_stay_the_same(system, model, kv_bits, caplog):
@@ -76,6 +77,7 @@ def test_prefixes_go_and_their_memory_too_and_answers_stay_the_same(system, mode
         engine.close()
 
 
+@pytest.mark.full
 def test_at_a_warning_the_oldest_half_goes(system):
     engine = start(MODELS["llama"]())
     try:
@@ -95,6 +97,7 @@ def test_at_a_warning_the_oldest_half_goes(system):
         engine.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
 def test_requests_under_way_lose_nothing(system, model):
     engine = start(MODELS[model](), max_batch=3)

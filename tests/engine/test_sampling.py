@@ -52,6 +52,7 @@ def allowed(logits, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
     return dict(zip(keep.tolist(), (probs / probs.sum()).tolist(), strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "params",
     [

@@ -206,6 +206,7 @@ def test_an_echo_comes_before_the_first_token_or_with_it():
     assert outputs[-1].finish_reason == "length"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("score", [True, False])
 @pytest.mark.parametrize("ahead", [True, False])
 def test_what_starts_over_judges_each_token_once(score, ahead):

@@ -88,6 +88,7 @@ def test_values_that_are_the_keys(kernel_level, page, dtype):
         check(paged, 6, 40, **options("both", 6))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("made", [
     {"window": 20, "keep": 10},
     {"window": 100, "keep": 70, "bits": (8, 4)},

@@ -23,6 +23,7 @@ def reference(monkeypatch):
     registry.forget()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("use", [
     USE,
     AttentionUse(32, 8, 128, "float16"),

@@ -53,6 +53,7 @@ def check(paged, hq, dim, **how):
     np.testing.assert_allclose(out, paged.expected(q.astype(np.float64), **how), atol=3e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_shapes_and_dtypes(heads, dtype):
@@ -77,6 +78,7 @@ def test_options(window, name):
         check(Paged(ROWS, hk, dim, window=window), hq, dim, **options(name, hq))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sealed", [True, False])
 def test_lengths_around_page_borders(sealed):
     rows = [(start, 1) for start in (0, 1, 62, 63, 64, 65, 126, 127, 128, 129, 191, 192, 193)]

@@ -109,6 +109,7 @@ def test_the_result_has_the_type_of_x(kernel_level, form, dtype):
             close(out, exact(x, weight, experts, wide), 0.3)
 
 
+@pytest.mark.full
 @needs_native
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("tokens", [1, 5, 130])

@@ -292,6 +292,7 @@ def test_a_budget_that_cannot_be_kept_is_refused_at_once(server):
     assert server.complete(prompt="x", max_tokens=1, ttft_budget_s=600).status_code == 200
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_budget_that_passes_while_waiting_is_refused_then(tiny_model_dir, stream):
     with mlxserve.load(tiny_model_dir, max_batch=1) as llm, serving(llm) as server:

@@ -54,6 +54,7 @@ TEXTS = st.text(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CERTAIN)
 @given(text=TEXTS | st.sampled_from(["\0\x08" * 50, "<mask>" * 9, "  " * 40, "é" * 30, "ᾂ" * 30]))
 def test_no_text_has_fewer_tokens(name, text):

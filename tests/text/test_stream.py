@@ -35,6 +35,7 @@ def _pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return [stream.feed(token) for token in ids] + [stream.finish()]
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=60)
 @given(text=any_text)
 def test_streamed_text_is_the_decoded_text(tokenizer: Tokenizer, text: str):

@@ -27,6 +27,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Tokenizer.from_directory(save(backend, tmp_path_factory.mktemp("model"))), backend
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=80)
 @given(text=any_text)
 def test_encoding_and_decoding_are_those_of_tokenizers(both: tuple[Tokenizer, Backend], text: str):

@@ -295,6 +295,7 @@ def test_what_a_model_s_own_template_writes_is_allowed(marked, name):
         assert allowed(marked, grammar, text)[1], text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_every_walk_is_calls_that_keep_to_their_schema(tokenizer, tool_format):
     grammar, names = build(tool_format, tokenizer, WALKED).calls(), set()
@@ -441,6 +442,7 @@ def test_functiongemma_has_marks_of_its_own(tmp_path):
     assert not allowed(tokenizer, build("gemma", tokenizer).calls(), other)[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_a_hundred_tools_of_twenty_optional_fields_fit(spelled, tool_format):
     fields = {f"field_{i}": {"type": "string", "enum": ["a", "b"]} for i in range(20)}
@@ -485,6 +487,7 @@ def test_no_other_spelling_of_a_call_escapes(tokenizer, tool_format, text):
     assert not allowed(tokenizer, build(tool_format, tokenizer).calls_within_text(), text)[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tool_format", FORMATS)
 def test_every_walk_within_text_has_only_right_calls(marked, tool_format):
     grammar = build(tool_format, marked, WALKED).calls_within_text()

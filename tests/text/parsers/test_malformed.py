@@ -107,6 +107,7 @@ def marked(name: str) -> bool:
     return not bare or any(start in OUTPUTS[name].text for start in starts)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in sorted(OUTPUTS) if marked(name)])
 def test_wherever_an_output_is_cut_markup_is_told_to_be_unfinished(name: str):
     output = OUTPUTS[name]
@@ -253,6 +254,7 @@ def mutated(draw: st.DrawFn) -> Output:
     )
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=200)
 @given(output=mutated(), data=st.data())
 def test_any_text_is_parsed_the_same_however_it_is_cut(output: Output, data: st.DataObject):

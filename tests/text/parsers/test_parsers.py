@@ -45,6 +45,7 @@ def test_what_was_written_is_read(name: str):
     assert not any(isinstance(delta, Content) and delta.reason for delta in deltas)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_where_a_text_is_cut_makes_no_difference(name: str):
     output = OUTPUTS[name]
