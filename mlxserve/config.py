@@ -5,9 +5,9 @@ Environment:
         ~/.cache/mlxserve).
     MLXSERVE_DEBUG: 1 prints the traceback of every error (default: off).
     MLXSERVE_KERNELS: for debugging, "reference" computes everything with MLX's own operations;
-        "attention=reference,matmul=native" chooses op by op; "attention=metal" takes the Metal
-        kernel unchecked (default: see `mlxserve doctor`).
-    MLXSERVE_KERNEL_CHECK_S: how many seconds the check of a Metal kernel may take, once per Mac and
+        "attention=reference,matmul=native" chooses op by op; "attention=metal" or "matmul=metal"
+        takes the Metal kernel unchecked (default: see `mlxserve doctor`).
+    MLXSERVE_KERNEL_CHECK_S: how many seconds all checks of Metal kernels may take, once per Mac and
         kind of layer, when a model loads (default: 60).
     MLXSERVE_METAL_STAND_IN: for tests, a module whose `run(launch)` plays the GPU of a Mac.
     MLXSERVE_CPU_LEVEL: avx512vnni, avx512, avx2 or portable, for the native CPU kernels (default:
@@ -82,7 +82,7 @@ def kernel_overrides() -> dict[str, str]:
 
 
 def kernel_check_s() -> float:
-    """Seconds that the check of a Metal kernel may take. Raises RequestError."""
+    """Seconds that checks of Metal kernels may take together. Raises RequestError."""
     text = os.environ.get("MLXSERVE_KERNEL_CHECK_S") or "60"
     try:
         seconds = float(text)
@@ -161,6 +161,8 @@ class EngineConfig:
     policy: which of a tenant's waiting requests of one priority starts next: "fcfs", in order of
         arrival, or "prefix", the one with most tokens in the cache.
     ageing_s: seconds after which one that waits goes before all that.
+    deterministic: an answer must not depend on what else is in its steps; refused where a layer's
+        kernel can't promise it.
     target_itl_ms: milliseconds that a step should take at most while answers are under way; prompts
         are cut smaller for it. None cuts them by max_batched_tokens alone.
     trace: a file for what each step spent its time on, for ui.perfetto.dev.
@@ -173,6 +175,7 @@ class EngineConfig:
     max_kv_size: int | None = None
     keep: int = 0
     prefix_cache: bool = True
+    deterministic: bool = False
     max_queue: int = 1024
     policy: Policy = "fcfs"
     ageing_s: float = 10.0
@@ -182,8 +185,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.kv_bits is not None:
             kv_bits(self.kv_bits)
-        if not isinstance(self.prefix_cache, bool):
-            raise RequestError(f"prefix_cache is {self.prefix_cache!r}; it must be True or False")
+        for name in ("prefix_cache", "deterministic"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(f"{name} is {value!r}; it must be True or False")
         self._check_rotation()
         if self.policy not in get_args(Policy):
             raise RequestError(f"policy is {self.policy!r}; choose fcfs or prefix")

@@ -85,6 +85,7 @@ class LLM:
                 checkpoint.config,
                 checkpoint.weights(),
                 uses=partial(cache_uses, config=config),
+                deterministic=config.deterministic,
                 cancelled=cancelled.is_set,
             ),
             config,

@@ -113,6 +113,10 @@ NoPrefixCache = Annotated[
     bool, _cache("--no-prefix-cache", help="Compute each prompt from its first token.")
 ]
 
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="The same answer, whatever else is in its batch.")
+]
+
 _DEFAULTS = SamplingParams()
 _SAMPLING: dict[str, tuple[Any, Any]] = {
     "temperature": (Temperature, _DEFAULTS.temperature),
@@ -137,6 +141,7 @@ _ENGINE: dict[str, tuple[Any, Any]] = {
     "max_batched_tokens": (MaxBatchedTokens, None),
     "memory": (Memory, None),
     "trace": (TraceFile, None),
+    "deterministic": (Deterministic, False),
 }
 
 
@@ -206,7 +211,7 @@ def _checked(sampling: dict[str, Any]) -> dict[str, Any]:
 
 def _checked_engine(values: dict[str, Any]) -> dict[str, Any]:
     """What was given, by the names of EngineConfig. Raises RequestError."""
-    given = {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if not (value is None or value is False)}
     if "memory" in given:
         estimates.check_above_zero("--memory", given["memory"])
         given["memory_limit_bytes"] = int(given.pop("memory") * 2**30)

@@ -19,6 +19,7 @@ from mlxserve.cache.spec import (
 )
 from mlxserve.config import EngineConfig
 from mlxserve.kernels import attention, matmul, registry
+from mlxserve.kernels.metal.launch import runner
 from mlxserve.kernels.pages import dtype_name
 from mlxserve.kernels.uses import AttentionUse
 from mlxserve.memory import (
@@ -136,17 +137,22 @@ def free_bytes(config: EngineConfig) -> int:
     return (config.memory_limit_bytes or device_limit_bytes()) - mx.get_active_memory()
 
 
-def fingerprint(groups: Sequence[LayerGroup], dtype: mx.Dtype) -> dict[str, str]:
+def fingerprint(
+    groups: Sequence[LayerGroup], dtype: mx.Dtype, config: EngineConfig
+) -> dict[str, str]:
     """What a cache's numbers depend on, beside the model: for the file of a saved one."""
     layers = "; ".join(f"{len(g.layers)} x {g.spec}" for g in groups)
     bits = next((g.bits for g in groups if g.bits), None)
     choices = {choice.op: choice.implementation for choice in registry.report()}
     kinds = set(choices.values())
     named = ",".join(f"{op}={name}" for op, name in sorted(choices.items()))
+    kernels = kinds.pop() if len(kinds) == 1 else named
+    if config.deterministic and runner() is not None:  # elsewhere that changes no kernel
+        kernels += ", deterministic"
     return {
         "dtype": dtype_name(dtype),
         "kv_bits": f"{bits.keys or 'plain'}/{bits.values or 'plain'}" if bits else "plain",
         "page_tokens": str(groups[0].page_tokens),
         "layers": layers,
-        "kernels": f"{kinds.pop()}" if len(kinds) == 1 else named,
+        "kernels": kernels,
     }

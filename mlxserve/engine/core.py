@@ -134,7 +134,7 @@ class Core:
         self.open: dict[str, tuple[Seq, TokenSink]] = {}
         self.stats = EngineStats()
         context = min(model.context_tokens, self.manager.tokens_at_most())
-        fingerprint = cache_plan.fingerprint(groups, dtype)
+        fingerprint = cache_plan.fingerprint(groups, dtype, config)
         self.info = EngineInfo(model.vocab_size, context, fingerprint)
 
     @property

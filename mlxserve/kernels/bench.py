@@ -20,10 +20,10 @@ from mlxserve.kernels.attention import PagedRows, paged_attention
 from mlxserve.kernels.gates import gated
 from mlxserve.kernels.matmul import PanelWeight, matmul, prepare
 from mlxserve.kernels.norm import rms_norm
-from mlxserve.kernels.pages import PAGE_TOKENS, PoolSides, Sides, arrays_of, empty_pool
+from mlxserve.kernels.pages import PAGE_TOKENS, PoolSides, Sides, arrays_of, dtype_name, empty_pool
 from mlxserve.kernels.quantized import PackedWeight
 from mlxserve.kernels.rope import rotate
-from mlxserve.kernels.uses import AttentionUse
+from mlxserve.kernels.uses import AttentionUse, MatmulUse, Use
 
 WIDTH, INNER, VOCAB = 2048, 8192, 128_256
 Q_HEADS, KV_HEADS, DIM = 32, 8, 64
@@ -50,7 +50,7 @@ class Case:
     moved: int
     flops: int
     make: Callable[[int], Call]
-    use: AttentionUse | None = None
+    use: Use | None = None
 
     @property
     def layers(self) -> int:
@@ -162,23 +162,25 @@ def _matmul(rows: int, bits: int) -> Case:
     def make(number: int) -> Call:
         key = mx.random.key(number)
         words = mx.random.randint(0, 1 << 31, (INNER, WIDTH * bits // 32), key=key)
+        words = words.astype(mx.uint32)
         scales = mx.full((INNER, WIDTH // GROUP), 0.01, mx.float16)
-        packed = PackedWeight(words.astype(mx.uint32), scales, scales, bits, GROUP)
+        packed = PackedWeight(words, scales, scales, bits, GROUP)
         weight = prepare(packed, _compute_dtype())
         match weight:  # made here, not in the first call
             case PanelWeight():
                 mx.eval(weight.data)
-            case PackedWeight():
-                mx.eval(weight.weight, weight.scales)
-            case _:
+            case mx.array():
                 mx.eval(weight)
+            case _:
+                mx.eval(words, scales)
         return partial(matmul, _random(number, rows, WIDTH), weight)
 
     width = _compute_dtype().size
     weights = INNER * WIDTH * bits // 8 + 2 * 2 * INNER * WIDTH // GROUP
     moved = weights + rows * (WIDTH + INNER) * width
     size = f"{rows} x {WIDTH} -> {INNER}, {bits} bits"
-    return Case("matmul", size, moved, 2 * rows * INNER * WIDTH, make)
+    use = MatmulUse(INNER, WIDTH, bits, GROUP, dtype_name(_compute_dtype()))
+    return Case("matmul", size, moved, 2 * rows * INNER * WIDTH, make, use)
 
 
 def _pool(pages: int, bits: int) -> PoolSides:

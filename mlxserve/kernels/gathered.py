@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from mlxserve import device
 from mlxserve.kernels import registry
-from mlxserve.kernels.matmul import PanelWeight, Weight, to_panels
+from mlxserve.kernels.matmul import PanelWeight, Stack, to_panels
 from mlxserve.kernels.quantized import PackedWeight, dequantize
 
 OP = "gathered_matmul"
@@ -20,7 +20,7 @@ OP = "gathered_matmul"
 
 def gathered_matmul(
     x: mx.array,
-    weights: Sequence[Weight],
+    weights: Sequence[Stack],
     experts: mx.array,
     biases: Sequence[mx.array | None] | None = None,
 ) -> list[mx.array]:
@@ -50,7 +50,7 @@ def gathered_matmul(
 
 def _check(
     x: mx.array,
-    weights: Sequence[Weight],
+    weights: Sequence[Stack],
     experts: mx.array,
     biases: Sequence[mx.array | None],
 ) -> None:
@@ -78,7 +78,7 @@ def _check(
             raise ValueError(f"{OP}: bias is {list(bias.shape)}, expected {[n_experts, n]}")
 
 
-def _stack_shape(weight: Weight) -> tuple[int, int, int]:
+def _stack_shape(weight: Stack) -> tuple[int, int, int]:
     if len(weight.shape) != 3:
         raise ValueError(f"{OP}: a weight is {list(weight.shape)}, expected a stack [E, N, K]")
     n_experts, n, k = weight.shape

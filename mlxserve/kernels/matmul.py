@@ -1,7 +1,8 @@
 """Matmul against a weight in whatever form this device computes with best.
 
-A weight `[N, K]` is prepared once, at load: on a Mac it stays an array or as MLX packs it; on Linux
-it becomes panels for the native kernels; without those, a float32 array. So is a stack `[E, N, K]`,
+A weight `[N, K]` is prepared once, at load: on a Mac it stays an array or as MLX packs it, where it
+is with our Metal kernel if that is right and faster; on Linux it becomes panels for the native
+kernels; without those, a float32 array. So is a stack `[E, N, K]`,
 which `gathered.gathered_matmul` computes with.
 """
 
@@ -14,7 +15,11 @@ import mlx.core as mx
 
 from mlxserve import device
 from mlxserve.kernels import registry
+from mlxserve.kernels.metal.launch import Runner, runner
+from mlxserve.kernels.metal.quantized_matmul import MAX_ROWS, quantized_rows
+from mlxserve.kernels.pages import dtype_name
 from mlxserve.kernels.quantized import PackedWeight, dequantize, quantized_matmul
+from mlxserve.kernels.uses import MatmulUse
 
 DENSE_CODECS = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
 AFFINE_GROUPS = (32, 64, 128)
@@ -36,7 +41,25 @@ class PanelWeight:
         return self.handle.data
 
 
-Weight = mx.array | PackedWeight | PanelWeight
+@dataclass(frozen=True, eq=False, slots=True)
+class KernelWeight:
+    """A packed matrix `[N, K]` with our Metal kernel.
+
+    rows: numbers of rows for which `run` launches that; None: all, and then a row of x has the same
+    bits in every batch.
+    """
+
+    packed: PackedWeight
+    run: Runner
+    rows: range | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.packed.shape
+
+
+Stack = mx.array | PackedWeight | PanelWeight
+Weight = Stack | KernelWeight
 Form = Literal["packed", "panels", "float32"]
 
 
@@ -47,7 +70,8 @@ def matmul(
 
     x: `[T, K]`, floating; weight: `[N, K]`; bias: `[N]`; add: `[T, N]`. Returns `[T, N]` in x's
     dtype. The native kernels round x to 16 bits in groups of K where the weight is quantised.
-    Raises ValueError if shapes don't fit.
+    Native kernels, and Metal's where it serves all numbers of rows, give a row of x the same bits
+    in every batch. Raises ValueError if shapes don't fit.
     """
     if isinstance(weight, PanelWeight):
         return _native(x, [weight], [bias], add)[0]
@@ -70,6 +94,8 @@ def rows(weight: Weight, ids: mx.array, dtype: mx.Dtype, scale: float = 1.0) -> 
     ids: integers `[T]`. Returns `[T, K]` in `dtype`. Rows of a plain array come in its own type, to
     which scale is rounded.
     """
+    if isinstance(weight, KernelWeight):
+        weight = weight.packed
     if isinstance(weight, PanelWeight):
         native: Any = registry.native("matmul")
         if dtype == mx.float32:
@@ -92,11 +118,41 @@ def form() -> Form:
     return "packed" if device.has_metal() else "float32"
 
 
-def prepare(weight: mx.array | PackedWeight, dtype: mx.Dtype) -> Weight:
+def use(weight: PackedWeight, dtype: mx.Dtype, *, deterministic: bool) -> MatmulUse:
+    """What a layer with this weight `[N, K]` asks of the op. dtype: of activations."""
+    outputs, inputs = weight.shape
+    how = dtype_name(dtype), weight.mode, deterministic
+    return MatmulUse(outputs, inputs, weight.bits, weight.group_size, *how)
+
+
+def varies(weight: mx.array | PackedWeight, dtype: mx.Dtype) -> str:
+    """Why a row's result may depend on the batch, though `prepare` is asked for `deterministic`.
+
+    "" where it doesn't. weight: `[N, K]`; dtype: of activations.
+    """
+    if runner() is None:
+        if registry.native("matmul") is None:
+            return "MLX's own matmul sums in another order for each number of rows"
+        packed = isinstance(weight, PackedWeight)
+        return "the native kernels don't take its groups" if packed and not _fits(weight) else ""
+    if not isinstance(weight, PackedWeight):
+        return "it isn't quantised, and MLX's own matmul sums in another order for more rows"
+    (choice,) = registry.choose([use(weight, dtype, deterministic=True)])
+    return "" if choice.implementation == "metal" else choice.reason
+
+
+def prepare(
+    weight: mx.array | PackedWeight, dtype: mx.Dtype, *, deterministic: bool = False
+) -> Weight:
     """The form of a weight that this device computes with. dtype: of activations.
 
-    weight: `[N, K]` for `matmul`, or `[E, N, K]` for `gathered_matmul`.
+    weight: `[N, K]` for `matmul`, or `[E, N, K]` for `gathered_matmul`. deterministic: give a row
+    the same bits in every batch, where `varies` has no reason against it. Our Metal kernel is taken
+    where `registry.choose` has decided so for the weight's `use`.
     """
+    ours = _with_kernel(weight, dtype, deterministic)
+    if ours is not None:
+        return ours
     native = registry.native("gathered" if len(weight.shape) == 3 else "matmul")
     if native is not None and (panels := to_panels(native, weight)) is not None:
         return panels
@@ -106,11 +162,27 @@ def prepare(weight: mx.array | PackedWeight, dtype: mx.Dtype) -> Weight:
     return as_packed(weight, dtype)
 
 
+def _with_kernel(
+    weight: mx.array | PackedWeight, dtype: mx.Dtype, deterministic: bool
+) -> KernelWeight | None:
+    if not isinstance(weight, PackedWeight) or len(weight.shape) != 2:
+        return None
+    asked = use(weight, dtype, deterministic=deterministic)
+    run, choice = registry.metal(asked), registry.chosen(asked)
+    if run is None or choice is None:
+        return None
+    most = choice.verdict.faster_up_to if choice.verdict else MAX_ROWS
+    # MLX's own kernel for one row is as fast as memory, so that one wasn't timed.
+    rows = None if deterministic else range(2, most + 1)
+    return KernelWeight(_cast(weight, dtype), run, rows)
+
+
 def as_packed(weight: mx.array | PackedWeight, dtype: mx.Dtype) -> mx.array | PackedWeight:
     """The form for MLX's own kernels: numbers in `dtype`, and packed ones as they are."""
-    if isinstance(weight, mx.array):
-        return weight.astype(dtype)
-    w = weight
+    return weight.astype(dtype) if isinstance(weight, mx.array) else _cast(weight, dtype)
+
+
+def _cast(w: PackedWeight, dtype: mx.Dtype) -> PackedWeight:
     if not mx.issubdtype(w.scales.dtype, mx.floating):  # the mx formats' 8-bit exponents
         return w
     biases = None if w.biases is None else w.biases.astype(dtype)
@@ -122,9 +194,9 @@ def to_panels(native: Any, weight: mx.array | PackedWeight) -> PanelWeight | Non
     if isinstance(weight, mx.array):
         dense = native.pack(weight, None, None, DENSE_CODECS[weight.dtype], 0)
         return PanelWeight(dense, weight.shape)
-    affine = weight.mode == "affine"
-    if weight.shape[-1] % 32 or (affine and weight.group_size not in AFFINE_GROUPS):
+    if not _fits(weight):
         return None
+    affine = weight.mode == "affine"
     codec = f"q{weight.bits}" if affine else weight.mode
     scales, biases = weight.scales, weight.biases
     if affine and _centred(weight):
@@ -133,6 +205,13 @@ def to_panels(native: Any, weight: mx.array | PackedWeight) -> PanelWeight | Non
         scales, biases = halves
     handle = native.pack(weight.weight, scales, biases, codec, weight.group_size)
     return PanelWeight(handle, weight.shape)
+
+
+def _fits(weight: PackedWeight) -> bool:
+    """Whether the native kernels have its groups."""
+    return not weight.shape[-1] % 32 and (
+        weight.mode != "affine" or weight.group_size in AFFINE_GROUPS
+    )
 
 
 def _halves(scales: mx.array, biases: mx.array | None) -> tuple[mx.array, mx.array | None] | None:
@@ -158,11 +237,28 @@ def _centred(weight: PackedWeight) -> bool:
     return bool(mx.array_equal(weight.biases.astype(mx.float32), middle))
 
 
-def _reference(x: mx.array, weight: mx.array | PackedWeight, bias: mx.array | None) -> mx.array:
+def _reference(
+    x: mx.array, weight: mx.array | PackedWeight | KernelWeight, bias: mx.array | None
+) -> mx.array:
     if len(weight.shape) != 2:
         raise ValueError(f"matmul: weight is {list(weight.shape)}, expected [N, K]")
-    y = quantized_matmul(x, weight) if isinstance(weight, PackedWeight) else x @ weight.T
+    if isinstance(weight, KernelWeight):
+        y = _metal(x, weight)
+    else:
+        y = quantized_matmul(x, weight) if isinstance(weight, PackedWeight) else x @ weight.T
     return y if bias is None else y + bias
+
+
+def _metal(x: mx.array, weight: KernelWeight) -> mx.array:
+    """By the kernel, or MLX's own for other numbers of rows."""
+    packed = weight.packed
+    if x.shape[-1] != packed.shape[-1]:
+        raise ValueError(f"x has K={x.shape[-1]}, the weight has K={packed.shape[-1]}")
+    flat = x.reshape(-1, x.shape[-1]).astype(packed.scales.dtype)
+    if weight.rows is not None and len(flat) not in weight.rows:
+        return quantized_matmul(x, packed)
+    (out,) = weight.run(quantized_rows(flat, packed))
+    return out.reshape(*x.shape[:-1], -1).astype(x.dtype)
 
 
 def _native(

@@ -3,12 +3,13 @@
 An op is a public function in a module of this folder, with its reference in MLX operations. Where
 it also has a native CPU kernel, that is used once it has agreed with the reference on this machine.
 A Metal kernel is chosen for each use that a model makes of the op, when the model loads: where it
-agrees with the reference on this machine, and is faster.
+agrees with the reference on this machine, and is faster. Ops that have one: `selfcheck.CHECKS`.
 """
 
 import importlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,9 +21,9 @@ import mlx.core as mx
 from mlxserve import config, device
 from mlxserve.errors import RequestError
 from mlxserve.kernels import selfcheck, verdicts
-from mlxserve.kernels.metal import launch, paged_attention
+from mlxserve.kernels.metal import launch
 from mlxserve.kernels.native import load
-from mlxserve.kernels.uses import OP, AttentionUse
+from mlxserve.kernels.uses import Use
 from mlxserve.kernels.verdicts import Verdict
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,9 @@ OPS = {
     "select": "mlxserve.kernels.select",
     "quantize": "mlxserve.kernels.quantize",
 }
+# Of a Metal kernel that computes in float32 and rounds once: one unit in the last place of the
+# largest number, where rounding takes half of that.
+TOLERANCE = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,7 @@ class Choice:
     op: str
     implementation: str
     reason: str
-    use: AttentionUse | None = None
+    use: Use | None = None
     verdict: Verdict | None = None
     failed: bool = False
     unsupported: bool = False
@@ -73,8 +77,8 @@ _decided: dict[str, _Decision] = {}
 _used: dict[str, ModuleType | None] = {}
 _warned: set[str] = set()
 _metal_lock = threading.Lock()  # its own: a check takes seconds
-_metal: dict[AttentionUse, Choice] = {}
-_runners: dict[AttentionUse, launch.Runner] = {}
+_metal: dict[Use, Choice] = {}
+_runners: dict[Use, launch.Runner] = {}
 
 
 def native(op: str) -> ModuleType | None:
@@ -94,7 +98,7 @@ def native(op: str) -> ModuleType | None:
         return decision.module
 
 
-def metal(use: AttentionUse) -> launch.Runner | None:
+def metal(use: Use) -> launch.Runner | None:
     """What runs the op's Metal kernel for this use, or None where that isn't to be used.
 
     `choose` has decided it before; for a use that no model was loaded with, the answer is None.
@@ -102,8 +106,13 @@ def metal(use: AttentionUse) -> launch.Runner | None:
     return _runners.get(use)
 
 
+def chosen(use: Use) -> Choice | None:
+    """What `choose` decided for this use; None where it wasn't asked."""
+    return _metal.get(use)
+
+
 def choose(
-    uses: Iterable[AttentionUse],
+    uses: Iterable[Use],
     *,
     afresh: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
@@ -111,15 +120,17 @@ def choose(
     """Decide on the Metal kernel for each use, once per process, and before anything is served.
 
     A check takes seconds, in a process of its own, and is remembered on disk; `afresh` checks again
-    what this process or the disk knows. Without Metal, the choices are those of `native`. Raises
+    what this process or the disk knows. All checks have MLXSERVE_KERNEL_CHECK_S together; a use
+    that is left over has the reference. Without Metal, the choices are those of `native`. Raises
     RequestError for overrides that can't be followed, and ModelError once `cancelled` is true.
     """
-    choices = []
+    choices, spent_s = [], 0.0
     for use in uses:
         with _metal_lock:
             if afresh or use not in _metal:
-                run = launch.runner()
-                _metal[use] = _decide_metal(use, run, afresh, cancelled)
+                run, begin = launch.runner(), time.monotonic()
+                _metal[use] = _decide_metal(use, run, afresh, cancelled, spent_s)
+                spent_s += time.monotonic() - begin
                 _runners.pop(use, None)
                 if run is not None and _metal[use].implementation == "metal":
                     _runners[use] = run
@@ -181,7 +192,7 @@ def _decide(op: str) -> _Decision:
     if device.has_metal() or asked == "metal":
         if asked == "native":
             raise RequestError(f"MLXSERVE_KERNELS asks for native {op}, which is for CPUs")
-        ours = "; ours where a loaded model's layers gain by it" if op == OP else ""
+        ours = "; ours where a loaded model's layers gain by it" if op in selfcheck.CHECKS else ""
         return _Decision(Choice(op, "reference", f"MLX's own Metal kernels{ours}"))
     found = load()
     if found.module is None:
@@ -203,48 +214,50 @@ def _decide(op: str) -> _Decision:
 
 
 def _decide_metal(
-    use: AttentionUse,
+    use: Use,
     run: launch.Runner | None,
     afresh: bool,
     cancelled: Callable[[], bool],
+    spent_s: float,
 ) -> Choice:
-    asked = _asked(OP)
+    op, checks = use.op, selfcheck.checks(use.op)
+    asked = _asked(op)
     if run is None or asked == "native":
-        return replace(_decision(OP).choice, use=use)
+        return replace(_decision(op).choice, use=use)
     if asked == "reference":
-        return Choice(OP, "reference", "asked for by MLXSERVE_KERNELS", use)
-    if reason := paged_attention.unsupported(use):
+        return Choice(op, "reference", "asked for by MLXSERVE_KERNELS", use)
+    if reason := checks.unsupported(use):
         if asked == "metal":
-            raise RequestError(f"MLXSERVE_KERNELS asks for metal {OP}: {reason}")
-        return Choice(OP, "reference", reason, use, unsupported=True)
+            raise RequestError(f"MLXSERVE_KERNELS asks for metal {op}: {reason}")
+        return Choice(op, "reference", reason, use, unsupported=True)
     if asked == "metal":
-        return Choice(OP, "metal", "asked for by MLXSERVE_KERNELS, not checked", use)
+        return Choice(op, "metal", "asked for by MLXSERVE_KERNELS, not checked", use)
     try:
-        verdict = _verdict(use, afresh, cancelled)
+        verdict = _verdict(use, afresh, cancelled, spent_s)
     except OSError as error:
-        return Choice(OP, "reference", f"the kernel can't be checked: {error}", use)
+        return Choice(op, "reference", f"the kernel can't be checked: {error}", use)
     if verdict.failure:
         reason = f"the Metal kernel failed its check: {verdict.failure}"
-        return Choice(OP, "reference", reason, use, verdict, failed=True)
-    reason = f"faster at {verdict.faster_at} of {len(verdict.timings)} sizes"
-    return Choice(OP, "metal" if verdict.good else "reference", reason, use, verdict)
+        return Choice(op, "reference", reason, use, verdict, failed=True)
+    used, reason = checks.judge(use, verdict)
+    return Choice(op, "metal" if used else "reference", reason, use, verdict)
 
 
-def _verdict(use: AttentionUse, afresh: bool, cancelled: Callable[[], bool]) -> Verdict:
+def _verdict(use: Use, afresh: bool, cancelled: Callable[[], bool], spent_s: float) -> Verdict:
     """Remembered, or found now; a failure is reported when it is found. Raises OSError."""
     if not afresh and (known := verdicts.recall(use)) is not None:
         return known
     machine = verdicts.machine()
     if not afresh:
         told = "checking the Metal %s kernel for %s on %s; this is done once, and takes seconds"
-        logger.warning(told, OP, use, machine)
-    verdict = selfcheck.examine(use, cancelled)
+        logger.warning(told, use.op, use, machine)
+    verdict = selfcheck.examine(use, cancelled, spent_s)
     verdicts.remember(use, verdict)
     if verdict.failure:
         logger.warning(
             "the Metal %s kernel is off for %s, and MLX's own is used; please report this line and "
             "what `mlxserve doctor --kernels` prints: %s; %s",
-            OP,
+            use.op,
             use,
             machine,
             verdict.failure,
@@ -256,8 +269,13 @@ def _asked(op: str) -> str | None:
     overrides = config.kernel_overrides()
     if unknown := sorted(overrides.keys() - OPS.keys() - {""}):
         raise RequestError(f"MLXSERVE_KERNELS names {unknown[0]!r}; the ops are {', '.join(OPS)}")
-    if overrides.get(op) == "metal" and op != OP:
-        raise RequestError(f"MLXSERVE_KERNELS asks for metal {op}; only {OP} has a Metal kernel")
+    ours = selfcheck.CHECKS
+    for named, wanted in overrides.items():
+        if wanted == "metal" and named and named not in ours:
+            raise RequestError(
+                f"MLXSERVE_KERNELS asks for metal {named}; only {' and '.join(ours)} have Metal "
+                "kernels"
+            )
     return overrides.get(op, overrides.get(""))
 
 

@@ -1,9 +1,11 @@
 """Checks a Metal kernel in a process of its own: a bad one may hang the GPU, or end its process.
 
 `examine` starts another Python with `main`, which takes a use on stdin and gives a verdict on
-stdout, both JSON. MLX waits for a GPU without end, so only killing the process helps there.
+stdout, both JSON; what there is to check is the affair of the op's module out of `CHECKS`. MLX
+waits for a GPU without end, so only killing the process helps there.
 """
 
+import importlib
 import json
 import math
 import os
@@ -14,13 +16,21 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from mlxserve import config
 from mlxserve.errors import ModelError
-from mlxserve.kernels.uses import AttentionUse
+from mlxserve.kernels.metal import launch
+from mlxserve.kernels.uses import USES, Use
 from mlxserve.kernels.verdicts import Verdict
 from mlxserve.report import one_line, show
 
+# op -> the module that says, of a use, why the kernel can't serve it (`unsupported`), whether it is
+# right (`check`), how fast it is beside MLX's own (`measure`), and what follows (`judge`).
+CHECKS = {
+    "attention": "mlxserve.kernels.metal.attention_check",
+    "matmul": "mlxserve.kernels.metal.matmul_check",
+}
 # What this process imports, the other imports too. Not by PYTHONPATH, which comes before the
 # standard library even while Python starts.
 START = """
@@ -33,11 +43,19 @@ POLL_S = 0.1  # how often it is asked whether the caller still waits
 REAP_S = 5.0  # for a killed process to go
 
 
-def examine(use: AttentionUse, cancelled: Callable[[], bool] = lambda: False) -> Verdict:
+def checks(op: str) -> Any:
+    """The module of an op's Metal kernel, out of CHECKS."""
+    return importlib.import_module(CHECKS[op])
+
+
+def examine(
+    use: Use, cancelled: Callable[[], bool] = lambda: False, spent_s: float = 0.0
+) -> Verdict:
     """Whether the kernel compiles, is right and is fast for this use. Takes seconds.
 
-    cancelled: asked now and then; once it is true, raises ModelError. Raises OSError where no
-    process can be started, which says nothing about the kernel.
+    cancelled: asked now and then; once it is true, raises ModelError. spent_s: what checks before
+    it took of the time that all have together. Raises OSError where no process can be started, or
+    too little of that time is left, which says nothing about the kernel.
     """
     timeout_s = config.kernel_check_s()
     if not sys.executable:
@@ -50,9 +68,9 @@ def examine(use: AttentionUse, cancelled: Callable[[], bool] = lambda: False) ->
         env=os.environ | {"MLXSERVE_KERNELS": "reference"},
         start_new_session=True,  # a group of its own, to be killed whole; and Ctrl-C is ours alone
     )
-    question = json.dumps({"use": asdict(use), "timeout_s": timeout_s}).encode()
+    question = json.dumps({"op": use.op, "use": asdict(use), "timeout_s": timeout_s}).encode()
     try:
-        return _wait(process, question, timeout_s, cancelled)
+        return _wait(process, question, timeout_s, spent_s, cancelled)
     finally:
         if process.returncode is None:
             _kill(process)
@@ -62,9 +80,10 @@ def _wait(
     process: subprocess.Popen[bytes],
     question: bytes | None,
     timeout_s: float,
+    spent_s: float,
     cancelled: Callable[[], bool],
 ) -> Verdict:
-    end = time.monotonic() + timeout_s
+    begin = time.monotonic()
     while True:
         try:
             out, err = process.communicate(question, timeout=POLL_S)
@@ -72,8 +91,14 @@ def _wait(
             question = None  # it is on its way
             if cancelled():
                 raise ModelError("loading was cancelled") from None
-            if time.monotonic() > end:
+            took_s = time.monotonic() - begin
+            if took_s > timeout_s:
                 return Verdict(failure=f"hang: no result within {timeout_s:g} s")
+            if spent_s + took_s > timeout_s:
+                raise TimeoutError(
+                    f"all checks have {timeout_s:g} s, and others took {spent_s:.0f}; it has its "
+                    "turn at the next start"
+                ) from None
         else:
             return _verdict(process.returncode, out, err)
 
@@ -98,15 +123,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.communicate(timeout=REAP_S)
 
 
-def _examine_here(use: AttentionUse) -> Verdict:
-    from mlxserve.kernels.metal import attention_check, launch
-
+def _examine_here(use: Use) -> Verdict:
     run = launch.runner()
     if run is None:
         return Verdict(failure="MLX finds no Metal in another process")
     try:
-        error = attention_check.check(use, run)
-        return Verdict(error=error, timings=tuple(attention_check.measure(use, run)))
+        error = checks(use.op).check(use, run)
+        return Verdict(error=error, timings=tuple(checks(use.op).measure(use, run)))
     except ArithmeticError as wrong:
         return Verdict(failure=f"wrong result: {wrong}")
     except Exception as error:  # such as a compiler's
@@ -121,4 +144,5 @@ def main() -> None:
     # Ends this process, whatever it waits for, if nobody is left to kill it.
     signal.alarm(math.ceil(question["timeout_s"] + REAP_S))
     with answers:
-        json.dump(_examine_here(AttentionUse(**question["use"])).to_json(), answers)
+        use = USES[question["op"]](**question["use"])
+        json.dump(_examine_here(use).to_json(), answers)

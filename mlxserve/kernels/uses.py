@@ -1,8 +1,7 @@
 """What layers ask of an op: the sizes and options that a Metal kernel is compiled for."""
 
 from dataclasses import dataclass
-
-OP = "attention"  # so far the only op with a Metal kernel
+from typing import ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +14,7 @@ class AttentionUse:
     where they aren't packed.
     """
 
+    op: ClassVar[str] = "attention"
     q_heads: int
     kv_heads: int
     dim: int
@@ -39,3 +39,34 @@ class AttentionUse:
         if self.key_bits or self.value_bits:
             parts.append(f"packed {self.key_bits or 16}/{self.value_bits or 16}")
         return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulUse:
+    """Matmul against packed weights `[outputs, inputs]` that are alike.
+
+    bits, group, mode: of the weights, see `kernels.quantized`; dtype: of x and of scales, by MLX's
+    name; deterministic: whether a row must get the same bits in every batch.
+    """
+
+    op: ClassVar[str] = "matmul"
+    outputs: int
+    inputs: int
+    bits: int
+    group: int
+    dtype: str
+    mode: str = "affine"
+    deterministic: bool = False
+
+    def __str__(self) -> str:
+        sizes = f"{self.outputs}x{self.inputs} {self.dtype}"
+        parts = [sizes, f"{self.bits} bits in groups of {self.group}"]
+        if self.mode != "affine":
+            parts.append(self.mode)
+        if self.deterministic:
+            parts.append("deterministic")
+        return ", ".join(parts)
+
+
+Use = AttentionUse | MatmulUse
+USES: dict[str, type[Use]] = {"attention": AttentionUse, "matmul": MatmulUse}

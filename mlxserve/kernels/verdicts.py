@@ -10,7 +10,7 @@ from importlib import metadata, resources
 from typing import Any
 
 from mlxserve import config, device, files
-from mlxserve.kernels.uses import OP, AttentionUse
+from mlxserve.kernels.uses import Use
 
 logger = logging.getLogger(__name__)
 
@@ -18,17 +18,25 @@ FILE = "kernel-checks.json"
 MAX_REMEMBERED = 200
 MAX_FILE_BYTES = 1 << 20
 # What a verdict depends on besides the machine: kernels, their sizes, the reference, the check.
-CODE = ("metal", "attention.py", "pages.py", "selfcheck.py", "verdicts.py")
+CODE = ("metal", "attention.py", "pages.py", "quantized.py", "selfcheck.py", "verdicts.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call, for `rows` rows that each see `context_tokens`."""
+    """Seconds of one call, for `rows` rows.
+
+    context_tokens: that each of them sees; 0 where they see none.
+    """
 
     rows: int
     context_tokens: int
     kernel_s: float
     reference_s: float
+
+    @property
+    def size(self) -> str:
+        """A heading for it: rows, and what each sees."""
+        return f"{self.rows}x{self.context_tokens}" if self.context_tokens else f"{self.rows}"
 
     @property
     def faster(self) -> bool:
@@ -50,9 +58,14 @@ class Verdict:
         return sum(timing.faster for timing in self.timings)
 
     @property
-    def good(self) -> bool:
-        """Whether the kernel is right, and faster at most sizes."""
-        return not self.failure and 2 * self.faster_at > len(self.timings)
+    def faster_up_to(self) -> int:
+        """The most rows that were timed, if the kernel is faster at them and at all fewer; or 0."""
+        most = 0
+        for timing in sorted(self.timings, key=lambda timing: timing.rows):
+            if not timing.faster:
+                break
+            most = timing.rows
+        return most
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -82,7 +95,7 @@ def machine() -> str:
     return f"{gpu}, {platform.platform()}, MLX {metadata.version('mlx')}"
 
 
-def recall(use: AttentionUse) -> Verdict | None:
+def recall(use: Use) -> Verdict | None:
     """What was remembered for this use, if machine and kernels are still the same."""
     try:
         return Verdict.from_json(_read()[_key(use)])
@@ -90,7 +103,7 @@ def recall(use: AttentionUse) -> Verdict | None:
         return None
 
 
-def remember(use: AttentionUse, verdict: Verdict) -> None:
+def remember(use: Use, verdict: Verdict) -> None:
     """Keep it for the next start. Where the file can't be written, the next start checks again."""
     # Of two processes that do this at once, one is forgotten, and checks again.
     known = {key: value for key, value in _read().items() if key != _key(use)}
@@ -114,8 +127,8 @@ def _read() -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _key(use: AttentionUse) -> str:
-    return f"{OP} {use} | {machine()} | {_code_hash()}"
+def _key(use: Use) -> str:
+    return f"{use.op} {use} | {machine()} | {_code_hash()}"
 
 
 @cache

@@ -2,7 +2,8 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
@@ -10,18 +11,18 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxserve import device
-from mlxserve.errors import ModelError
+from mlxserve.errors import ModelError, RequestError
 from mlxserve.kernels import matmul, registry
-from mlxserve.kernels.matmul import PanelWeight, Weight
+from mlxserve.kernels.matmul import KernelWeight, PanelWeight, Weight
 from mlxserve.kernels.metal.launch import runner
 from mlxserve.kernels.quantized import PackedWeight
-from mlxserve.kernels.uses import AttentionUse
+from mlxserve.kernels.uses import AttentionUse, MatmulUse, Use
 from mlxserve.models import tensors
 from mlxserve.models.base import Model, Weights
 from mlxserve.models.layers import Embedding, Linear
 from mlxserve.models.registry import build
 from mlxserve.models.tensors import EMBEDDING, HEAD
-from mlxserve.models.uses import attention_uses
+from mlxserve.models.uses import attention_uses, matmul_uses
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,9 @@ def load_model(
     weights: Weights,
     *,
     compute_dtype: mx.Dtype | None = None,
-    prepare: Prepare = matmul.prepare,
+    prepare: Prepare | None = None,
     uses: Uses = attention_uses,
+    deterministic: bool = False,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Model:
     """The model of `config` with `weights` installed and evaluated: any thread may run it.
@@ -46,12 +48,14 @@ def load_model(
         source is freed once its layer is converted: the peak is the model plus the largest group.
     compute_dtype: float32, float16 or bfloat16 for activations, and for dense weights on Metal.
         None keeps the checkpoint's own type on Metal and takes float32 on CPU.
-    prepare: the form in which this device computes with a matrix.
+    prepare: the form in which this device computes with a matrix; None: `matmul.prepare`.
     uses: what the layers will ask of attention, of a model that computes in such a dtype.
+    deterministic: a row's result must not depend on what else is in its step.
     cancelled: asked now and then; once it is true, loading ends with ModelError.
 
     Raises ModelError for an unsupported config, and, naming the tensors, for weights that are
-    missing, unexpected, of another shape or not floating.
+    missing, unexpected, of another shape or not floating. Raises RequestError for what
+    `deterministic` can't be had with.
     """
     if compute_dtype is not None and compute_dtype not in COMPUTE_DTYPES:
         raise ModelError(f"compute_dtype is {compute_dtype}; use float32, float16 or bfloat16")
@@ -68,7 +72,12 @@ def load_model(
     dtype = compute_dtype or activation_dtype(
         pending, metal=device.has_metal(), float16_safe=model.float16_safe
     )
-    _choose_kernels(uses, model, dtype, cancelled)
+    if runner() is not None:
+        asked = matmul_uses(model, pending, dtype, deterministic=deterministic)
+        _choose_kernels(uses(model, dtype), asked, cancelled)
+    if deterministic:
+        _check_deterministic(model, pending, dtype)
+    prepare = prepare or partial(matmul.prepare, deterministic=deterministic)
     weights.clear()
     for names in _groups(expected):
         if cancelled():
@@ -82,29 +91,47 @@ def load_model(
     return model
 
 
-def kernel_uses(config: Mapping[str, Any], weights: Weights) -> dict[AttentionUse, list[int]]:
-    """The layers of each use of attention, once `load_model` has loaded the model on this device.
+def kernel_uses(config: Mapping[str, Any], weights: Weights) -> list[Use]:
+    """What the layers ask of ops, once `load_model` has loaded the model on this device.
 
-    Raises ModelError for an unsupported config.
+    Raises ModelError for a config or for weights that it doesn't load.
     """
     model = build(config)
     metal = device.has_metal()
     dtype = activation_dtype(weights, metal=metal, float16_safe=model.float16_safe)
-    return attention_uses(model, dtype)
+    expected = tensors.expected(model)
+    named = _tidy(weights, tied=HEAD not in expected)
+    tensors.check(expected, {name: _found(value) for name, value in named.items()})
+    return [*attention_uses(model, dtype), *matmul_uses(model, named, dtype)]
 
 
 def _choose_kernels(
-    uses: Uses, model: Model, dtype: mx.Dtype, cancelled: Callable[[], bool]
+    attention: Mapping[AttentionUse, Sequence[int]],
+    matmuls: Mapping[MatmulUse, Sequence[str]],
+    cancelled: Callable[[], bool],
 ) -> None:
     """Decide on Metal kernels while the GPU is idle and memory free, before weights are there."""
-    if runner() is None:
-        return
-    found = uses(model, dtype)
-    choices = registry.choose(found, cancelled=cancelled)
-    for (use, layers), choice in zip(found.items(), choices, strict=True):
+    places = {use: f"layers {', '.join(map(str, layers))}" for use, layers in attention.items()}
+    places |= {use: f"{len(names)} matrices" for use, names in matmuls.items()}
+    choices = registry.choose(places, cancelled=cancelled)
+    for (use, place), choice in zip(places.items(), choices, strict=True):
         how = f"{choice.op} is {choice.implementation} ({choice.reason})"
-        level = logging.WARNING if choice.unsupported else logging.INFO
-        logger.log(level, "layers %s, %s: %s", ", ".join(map(str, layers)), use, how)
+        # MLX's own matmul is fast for all shapes; its attention of pages is not.
+        slow = choice.unsupported and choice.op == AttentionUse.op
+        logger.log(logging.WARNING if slow else logging.INFO, "%s, %s: %s", place, use, how)
+
+
+def _check_deterministic(model: Model, weights: Weights, dtype: mx.Dtype) -> None:
+    """Raises RequestError, with the name of the op or matrix, where a row depends on its batch."""
+    fix = "leave deterministic out"
+    if runner() is None and registry.native("attention") is None:
+        raise RequestError(
+            f"deterministic needs the native kernel of attention, and it is off here; {fix}, or "
+            "see what `mlxserve doctor` says"
+        )
+    for name in tensors.multiplied(model):
+        if reason := matmul.varies(weights[f"{name}.weight"], dtype):
+            raise RequestError(f"deterministic can't be had with {name}: {reason}; {fix}")
 
 
 def activation_dtype(weights: Weights, *, metal: bool, float16_safe: bool = True) -> mx.Dtype:
@@ -133,6 +160,8 @@ def _arrays(value: Weight) -> list[mx.array]:
         return [value]
     if isinstance(value, PanelWeight):
         return [value.data]
+    if isinstance(value, KernelWeight):
+        value = value.packed
     return [a for a in (value.weight, value.scales, value.biases) if a is not None]
 
 

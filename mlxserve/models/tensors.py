@@ -37,6 +37,12 @@ def matrices(model: Model) -> list[str]:
     return [name for name in order if name in found]
 
 
+def multiplied(model: Model) -> list[str]:
+    """Of `matrices` those that x is multiplied with: not an embedding beside a head of its own."""
+    tied = HEAD not in expected(model)
+    return [name for name in matrices(model) if tied or f"{name}.weight" != EMBEDDING]
+
+
 def names(originals: Iterable[str]) -> dict[str, str]:
     """A model's names for tensors -> the names that a checkpoint has for them.
 

@@ -1,4 +1,4 @@
-"""What a model asks of the ops that have Metal kernels, found by tracing a token through it."""
+"""What a model asks of the ops that have Metal kernels."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,11 @@ import mlx.core as mx
 
 from mlxserve.cache.spec import UNPACKED, KVBits, Latent, LayerSpec, State
 from mlxserve.errors import ModelError
-from mlxserve.kernels import attention
-from mlxserve.kernels.uses import AttentionUse
-from mlxserve.models.base import Model
+from mlxserve.kernels import attention, matmul
+from mlxserve.kernels.quantized import PackedWeight
+from mlxserve.kernels.uses import AttentionUse, MatmulUse
+from mlxserve.models import tensors
+from mlxserve.models.base import Model, Weights
 
 
 def attention_uses(
@@ -17,7 +19,7 @@ def attention_uses(
     specs: Sequence[LayerSpec] | None = None,
     bits: KVBits = UNPACKED,
 ) -> dict[AttentionUse, list[int]]:
-    """The layers of each use of attention over keys and values.
+    """The layers of each use of attention over keys and values, by tracing a token through it.
 
     dtype: theirs, where they aren't packed; specs: what the cache keeps, None for the model's own;
     bits: of sealed pages. So every architecture says what it does, and not what it is declared to
@@ -26,6 +28,22 @@ def attention_uses(
     view = Trace(model.layer_specs() if specs is None else specs, dtype, bits)
     model(mx.zeros(1, mx.int32), view)
     return view.uses
+
+
+def matmul_uses(
+    model: Model, weights: Weights, dtype: mx.Dtype, *, deterministic: bool = False
+) -> dict[MatmulUse, list[str]]:
+    """The matrices of each use of matmul, by name, among those that are packed.
+
+    weights: under the model's names; dtype: of activations; deterministic: see `MatmulUse`.
+    """
+    uses: dict[MatmulUse, list[str]] = {}
+    for name in tensors.multiplied(model):
+        weight = weights[f"{name}.weight"]
+        if isinstance(weight, PackedWeight):
+            asked = matmul.use(weight, dtype, deterministic=deterministic)
+            uses.setdefault(asked, []).append(name)
+    return uses
 
 
 class Trace:

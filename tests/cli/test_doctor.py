@@ -103,36 +103,44 @@ def test_kernels_of_a_mac_that_are_right(cli):
 import sys
 sys.argv = ["mlxserve", "doctor", "--kernels"]
 from mlxserve.cli import kernel_table, main
-from mlxserve.kernels.uses import AttentionUse
-kernel_table.COMMON_USES = (AttentionUse(2, 1, 64, "bfloat16", window=100),)
+from mlxserve.kernels.uses import AttentionUse, MatmulUse
+attention = AttentionUse(2, 1, 64, "bfloat16", window=100)
+kernel_table.COMMON_USES = (attention, MatmulUse(96, 128, 4, 64, "bfloat16"))
 main()
 """,
         **stand_in("right"),
     )
     assert done.code == 0, done.stderr
     assert "stand_ins.right" in done.stdout.splitlines()[0]
-    heading, *lines = done.stdout.splitlines()[1:]
-    assert heading.split()[3:7] == ["1x512", "8x512", "1x4096", "8x4096"]
+    lines = done.stdout.splitlines()[1:]
+    headings = [line.split()[3:-2] for line in lines if line.startswith("OP ")]
+    assert headings == [[], ["1x512", "8x512", "1x4096", "8x4096"], ["2", "4", "8", "16"]]
     (line,) = (line for line in lines if line.startswith("attention "))
     use, check, *times, choice, reason = re.split("  +", line)[1:]
     assert use == "2/1/64 bfloat16, window 100"
     assert 0 < float(check) < 0.01
     assert all(ours < mlx for ours, mlx in (map(float, time.split("/")) for time in times))
     assert (choice, reason) == ("metal", "faster at 4 of 4 sizes")
-    assert "ms a call" in lines[-1]
     assert f"checking attention for {use}" in done.stderr
+    (line,) = (line for line in lines if line.startswith("matmul "))
+    use, check, *times, choice, reason = re.split("  +", line)[1:]
+    assert use == "96x128 bfloat16, 4 bits in groups of 64"
+    assert len(times) == 4
+    assert (choice, reason) == ("metal", "faster up to 16 rows")
+    assert sum("ms a call" in line for line in lines) == 2
 
 
 @pytest.mark.full
 def test_kernels_that_fail_are_reported_and_make_the_exit_code_1(cli):
     done = cli("doctor", "--kernels", **stand_in("broken"))
     assert done.code == 1
-    lines = [line for line in done.stdout.splitlines() if line.startswith("attention ")]
-    uses = ("32/8/128 bfloat16", "9/3/64 ", "4/1/256 ", "packed 8/8")
+    ops = ("attention ", "matmul ")
+    lines = [line for line in done.stdout.splitlines() if line.startswith(ops)]
+    uses = ("32/8/128 bfloat16", "9/3/64 ", "4/1/256 ", "packed 8/8", "4096x4096 ", "14336x4096 ")
     for line, use in zip(lines, uses, strict=True):
         assert use in line
         assert " failed  reference  the Metal kernel failed its check: RuntimeError: " in line
-    assert done.stderr.count("please report this line") == 4
+    assert done.stderr.count("please report this line") == 6
 
 
 def test_kernels_of_a_model(cli, tiny_model_dir):

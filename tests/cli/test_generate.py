@@ -147,7 +147,8 @@ def test_every_option_reaches_sampling(here, loads):
 def test_every_option_reaches_the_engine(here, loads, tmp_path):
     line = (
         "generate --quiet --prompt x --kv-bits 8/4 --max-kv-size 512 --keep 4 "
-        f"--max-batched-tokens 16 --memory 1.5 --trace {tmp_path}/t.json"
+        f"--max-batched-tokens 16 --memory 1.5 --trace {tmp_path}/t.json "
+        "--deterministic"
     )
     assert here(*line.split()).code == 0
     assert loads[0] == {
@@ -158,6 +159,7 @@ def test_every_option_reaches_the_engine(here, loads, tmp_path):
         "max_batched_tokens": 16,
         "memory_limit_bytes": 3 << 29,
         "trace": tmp_path / "t.json",
+        "deterministic": True,
     }
     assert here("generate", "--quiet", "--prompt", "x").code == 0
     assert loads[2] == {"max_batch": 1}

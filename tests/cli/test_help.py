@@ -87,6 +87,7 @@ def test_commands_that_load_a_model_take_every_option_of_its_cache(here, command
         assert f"  --{option}" in shown
     for option in ("memory GIB", "trace FILE"):
         assert f"  --{option}" in shown
+    assert "  --deterministic" in shown
     assert ("--prompt-cache" in shown) == (command in ("generate", "chat", "serve"))
     assert ("--no-prefix-cache" in shown) == (command in ("chat", "serve"))
     assert max(map(len, shown.splitlines())) <= 80

@@ -9,8 +9,10 @@ from mlxserve.kernels.metal import launch
 from mlxserve.kernels.metal.packed_attention import part_pages
 from mlxserve.kernels.metal.paged_attention import decode_attention
 from mlxserve.kernels.metal.plan import DecodePlan
-from mlxserve.kernels.uses import AttentionUse
+from mlxserve.kernels.metal.quantized_matmul import MAX_ROWS, quantized_rows
+from mlxserve.kernels.uses import AttentionUse, MatmulUse
 from tests.kernels.paged import Paged
+from tests.metal.matmuls import exact, random_case
 
 pytestmark = pytest.mark.skipif(not mx.metal.is_available(), reason="only on Macs with Metal")
 
@@ -73,6 +75,22 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch():
         assert mx.array_equal(attend(paged.described.table[i : i + 1])[0], together[i])
 
 
-def test_this_gpu_passes_the_check():
-    verdict = selfcheck.examine(USES[0])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_matmul(bits, group, dtype):
+    """Right, and each row with the bits of the largest batch in every other one."""
+    x, packed = random_case(MAX_ROWS + 1, 77, 9 * group, bits, group, dtype)
+    expected = exact(x, packed)
+    (together,) = launch.run(quantized_rows(x, packed))
+    difference = np.abs(np.array(together.astype(mx.float32)) - expected).max()
+    assert difference < (2.0**-10 if dtype == mx.float16 else 2.0**-7) * np.abs(expected).max()
+    for count in range(1, MAX_ROWS + 1):
+        (got,) = launch.run(quantized_rows(x[:count], packed))
+        assert mx.array_equal(got, together[:count]), count
+
+
+@pytest.mark.parametrize("use", [USES[0], MatmulUse(14336, 4096, 4, 64, "bfloat16")], ids=str)
+def test_this_gpu_passes_the_check(use):
+    verdict = selfcheck.examine(use)
     assert verdict.failure == ""

@@ -1,6 +1,7 @@
 """Metal kernels are used only where they are right and fast: with stand-ins for a GPU, through the
 real child process."""
 
+import dataclasses
 import importlib
 import json
 import logging
@@ -17,8 +18,8 @@ import pytest
 from mlxserve import files
 from mlxserve.errors import ModelError, RequestError
 from mlxserve.kernels import native, registry, selfcheck, verdicts
-from mlxserve.kernels.metal.attention_check import TOLERANCE
-from mlxserve.kernels.uses import AttentionUse
+from mlxserve.kernels.registry import TOLERANCE
+from mlxserve.kernels.uses import AttentionUse, MatmulUse
 from mlxserve.kernels.verdicts import Timing, Verdict
 from mlxserve.models.load import load_model
 from tests.support.tiny import tiny_gemma3, tiny_llama
@@ -27,6 +28,7 @@ PLAIN = AttentionUse(2, 1, 64, "bfloat16", window=100)
 FULL = AttentionUse(1, 1, 64, "bfloat16")
 EVERY_OPTION = AttentionUse(4, 2, 72, "float16", window=100, softcap=5.0, sinks=True)
 PACKED = AttentionUse(4, 2, 64, "float16", key_bits=8, value_bits=4)
+MATMUL = MatmulUse(96, 128, 4, 64, "bfloat16")
 GOOD = Verdict("", 1e-4, (Timing(1, 512, 1e-5, 2e-5),))
 
 
@@ -50,7 +52,7 @@ def gpu(monkeypatch, tmp_path):
 def no_check(monkeypatch):
     """From here on a check would be a mistake."""
 
-    def examine(use, cancelled=None):
+    def examine(use, *_):
         raise AssertionError(f"checked again: {use}")
 
     return lambda: monkeypatch.setattr(selfcheck, "examine", examine)
@@ -75,6 +77,40 @@ def test_a_kernel_that_is_right_and_fast_is_used(gpu, caplog, use):
     assert registry.metal(use) is stand_in.run
     (message,) = caplog.messages
     assert f"checking the Metal attention kernel for {use} on " in message
+
+
+def test_a_matmul_that_is_right_and_fast_is_used(gpu, caplog):
+    stand_in = gpu("right")
+    choice = choose(MATMUL)
+    assert (choice.implementation, choice.reason) == ("metal", "faster up to 16 rows")
+    assert 0 < choice.verdict.error <= TOLERANCE["bfloat16"] / 2 * 1.01
+    assert [timing.size for timing in choice.verdict.timings] == ["2", "4", "8", "16"]
+    assert registry.metal(MATMUL) is stand_in.run
+    (message,) = caplog.messages
+    named = "96x128 bfloat16, 4 bits in groups of 64"
+    assert f"checking the Metal matmul kernel for {named} on " in message
+    registry.forget()
+    assert choose(MATMUL) == choice  # remembered
+    assert len(caplog.messages) == 1
+
+
+@pytest.mark.full
+def test_a_matmul_that_is_slow_is_used_only_where_rows_must_not_depend_on_their_batch(gpu):
+    gpu("slow")
+    choice = choose(MATMUL)
+    assert (choice.implementation, choice.reason) == ("reference", "slower at 2 rows")
+    choice = choose(dataclasses.replace(MATMUL, deterministic=True))
+    assert (choice.implementation, choice.reason) == ("metal", "deterministic; slower at 2 rows")
+
+
+@pytest.mark.full
+def test_a_matmul_that_is_wrong_is_used_nowhere(gpu):
+    gpu("wrong")
+    for use in (MATMUL, dataclasses.replace(MATMUL, deterministic=True)):
+        choice = choose(use)
+        assert (choice.implementation, choice.failed) == ("reference", True)
+        assert "wrong result: matmul is " in choice.reason
+        assert registry.metal(use) is None
 
 
 @pytest.mark.full
@@ -143,6 +179,21 @@ def test_a_hanging_check_ends_with_the_load_that_wants_it(gpu, monkeypatch):
     assert time.monotonic() < begin + 10
     assert started[0].returncode == -signal.SIGKILL
     assert verdicts.recall(AttentionUse(4, 2, 64, "bfloat16")) is None
+
+
+def test_all_checks_of_a_load_have_one_limit(gpu, monkeypatch):
+    """What the first one used up isn't there for the next, which is checked at the next start."""
+    monkeypatch.setenv("MLXSERVE_KERNEL_CHECK_S", "1.5")
+    gpu("hanging")
+    begin = time.monotonic()
+    first, second, third = registry.choose([PLAIN, FULL, PACKED])
+    assert time.monotonic() < begin + 8
+    assert first.reason.endswith("hang: no result within 1.5 s")
+    for choice in (second, third):
+        assert (choice.implementation, choice.failed) == ("reference", False)
+        assert "can't be checked: all checks have 1.5 s" in choice.reason
+        assert verdicts.recall(choice.use) is None
+    assert verdicts.recall(PLAIN) is not None
 
 
 def test_a_process_that_ends_as_it_is_killed(gpu, monkeypatch):
@@ -295,7 +346,7 @@ def test_models_are_checked_before_their_weights_are_loaded(gpu, caplog, monkeyp
     """Once for all layers that are alike; on a CPU only a type of 16 bits asks for it."""
     gpu("right")
     asked = []
-    monkeypatch.setattr(selfcheck, "examine", lambda use, cancelled: asked.append(use) or GOOD)
+    monkeypatch.setattr(selfcheck, "examine", lambda use, *_: asked.append(use) or GOOD)
     tiny = tiny_gemma3(head_dim=64)
     with caplog.at_level(logging.INFO):
         load_model(tiny.config, dict(tiny.weights), compute_dtype=mx.bfloat16)

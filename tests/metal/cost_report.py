@@ -18,6 +18,7 @@ from mlxserve.kernels.metal.launch import Launch
 from mlxserve.kernels.metal.paged_attention import Found
 from mlxserve.kernels.metal.plan import DecodePlan
 from mlxserve.kernels.pages import empty_pool
+from tests.metal import matmul_cost
 from tests.support.metal import Cost, cost
 
 TABLE = Path(__file__).with_name("COST.md")
@@ -27,8 +28,10 @@ HEAD = """\
 
 Written by `python -m tests.metal.cost_report --write`; a test compares it with the kernels as they are.
 
-Decode attention of one batch of rows that see {lengths} tokens, cache and queries in
-float16, all launches together. Packed pages have so many bits a number, the hot page at the end of a row has 16.
+## Decode attention
+
+One batch of rows that see {lengths} tokens, cache and queries in float16, all
+launches together. Packed pages have so many bits a number, the hot page at the end of a row has 16.
 
 - *Bytes*: of every access of a simdgroup, what several of its lanes read counted once. The least possible: each key
   and value that a row sees once, with scales and biases where it is packed, q and out once.
@@ -157,7 +160,7 @@ def _cache_bytes(counted: Cost) -> int:
 
 
 def table(rows: dict[Case, Row]) -> str:
-    """The whole file."""
+    """All of the file but for matmuls."""
     named = ", ".join(map(str, LENGTHS[:-1])) + f" and {LENGTHS[-1]}"
     lines = [HEAD.format(lengths=named)]
     for case, row in rows.items():
@@ -176,6 +179,7 @@ def table(rows: dict[Case, Row]) -> str:
 
 if __name__ == "__main__":
     text = table({case: measure(case, LENGTHS) for case in CASES})
+    text += matmul_cost.table({case: matmul_cost.measure(case) for case in matmul_cost.CASES})
     if "--write" in sys.argv[1:]:
         TABLE.write_text(text, "utf-8")
     print(text)

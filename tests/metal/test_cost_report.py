@@ -1,7 +1,8 @@
-"""What the Metal attention moves: within its targets, and as the committed table says."""
+"""What the Metal kernels move: within their targets, and as the committed table says."""
 
 import pytest
 
+from tests.metal import matmul_cost
 from tests.metal.cost_report import CASES, LENGTHS, TABLE, measure, table
 
 
@@ -10,9 +11,14 @@ def rows():
     return {case: measure(case, LENGTHS) for case in CASES}
 
 
+@pytest.fixture(scope="module")
+def matmul_rows():
+    return {case: matmul_cost.measure(case) for case in matmul_cost.CASES}
+
+
 @pytest.mark.full
-def test_the_committed_table_is_that_of_the_kernels(rows):
-    assert TABLE.read_text("utf-8") == table(rows), (
+def test_the_committed_table_is_that_of_the_kernels(rows, matmul_rows):
+    assert TABLE.read_text("utf-8") == table(rows) + matmul_cost.table(matmul_rows), (
         "run `python -m tests.metal.cost_report --write`"
     )
 
@@ -26,3 +32,12 @@ def test_sealed_pages_are_read_once_and_whole(rows):
             most = 1.18 if case.bits and case.dim == 64 else 1.15
             assert row.transactions_ratio <= most, case
             assert row.coalescing <= 1.02, case
+
+
+@pytest.mark.full
+def test_weights_are_read_once_and_whole(matmul_rows):
+    for case, row in matmul_rows.items():
+        assert row.weight_bytes_ratio == 1, case
+        assert row.bytes_ratio <= 1.05, case
+        if case.inputs >= 4096:
+            assert row.lines_ratio <= 1.15, case

@@ -18,7 +18,7 @@ from tests.support.metal import cost, emulate
 pytestmark = pytest.mark.full
 
 KERNEL = packed_attention.PACKED_PARTS
-CODES = source("codes.metal")
+CODES, NUMBERS = source("codes.metal"), source("numbers.metal")
 # What is between a bound and its neighbours, and where things lie: (old, new).
 SWAPPED = [
     ("GROUPS * 32;", "D;"),
@@ -114,12 +114,14 @@ SWAPPED_CODES = [
     ("both >> 8", "both >> 7"),
     ("both & 15u", "both & 7u"),
     ("both >> 4", "both & 15u"),
-    ("(four >> 8) & 255u", "four & 255u"),
-    ("(four >> 16) & 255u", "(four >> 8) & 255u"),
-    ("four >> 24", "four >> 25"),
-    ("(four >> 4) & 15u", "four & 15u"),
-    ("(four >> 8) & 15u", "(four >> 4) & 15u"),
-    ("four >> 12", "four >> 11"),
+]  # fmt: skip
+SWAPPED_NUMBERS = [
+    ("(word >> 8) & 255u", "word & 255u"),
+    ("(word >> 16) & 255u", "(word >> 8) & 255u"),
+    ("word >> 24", "word >> 25"),
+    ("(word >> 4) & 15u", "word & 15u"),
+    ("(word >> 8) & 15u", "(word >> 4) & 15u"),
+    ("(word >> 12) & 15u", "(word >> 11) & 15u"),
 ]  # fmt: skip
 
 # Mutants that compute the same, and why.
@@ -146,6 +148,8 @@ def every_mutant():
         yield what, text, KERNEL.header
     for what, text in mutants_of(CODES, SWAPPED_CODES):
         yield f"codes: {what}", KERNEL.source, KERNEL.header.replace(CODES, text)
+    for what, text in mutants_of(NUMBERS, SWAPPED_NUMBERS):
+        yield f"numbers: {what}", KERNEL.source, KERNEL.header.replace(NUMBERS, text)
 
 
 @cache

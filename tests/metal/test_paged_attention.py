@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlxserve.kernels import attention
-from mlxserve.kernels.metal import paged_attention
+from mlxserve.kernels.metal import attention_check, paged_attention
 from mlxserve.kernels.metal.paged_attention import Found
 from mlxserve.kernels.metal.plan import DecodePlan
 from mlxserve.kernels.uses import AttentionUse
@@ -43,7 +43,7 @@ def check(*shape, **options):
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["f16", "bf16"])
-@pytest.mark.parametrize("dim", paged_attention.HEAD_DIMS)
+@pytest.mark.parametrize("dim", attention_check.HEAD_DIMS)
 def test_every_head_dim(dim, dtype):
     check(FEW, 2, 3, dim, dtype)
 
@@ -168,7 +168,7 @@ def test_the_source_that_mlx_generates_is_the_one_that_is_emulated():
     (AttentionUse(9, 3, 64, "float16", value_bits=8), "keys in 16 bits beside values in 8"),
 ])  # fmt: skip
 def test_layers_that_it_cannot_serve_are_named(use, reason):
-    named = paged_attention.unsupported(use)
+    named = attention_check.unsupported(use)
     assert reason in named if reason else named == ""
 
 

@@ -1,13 +1,14 @@
-"""What models ask of attention, by tracing a token: against their configs."""
+"""What models ask of ops: against their configs."""
 
 import mlx.core as mx
 import pytest
 
 from mlxserve.config import EngineConfig
 from mlxserve.engine.cache_plan import cache_uses
-from mlxserve.kernels.uses import AttentionUse
+from mlxserve.kernels.quantized import PackedWeight
+from mlxserve.kernels.uses import AttentionUse, MatmulUse
 from mlxserve.models.registry import build
-from mlxserve.models.uses import attention_uses
+from mlxserve.models.uses import attention_uses, matmul_uses
 from tests.support.tiny import tiny_gemma3, tiny_llama, tiny_mistral, tiny_qwen3
 
 
@@ -43,3 +44,36 @@ def test_a_trace_computes_nothing():
     before = mx.get_active_memory()
     attention_uses(build(config), mx.bfloat16)
     assert mx.get_peak_memory() - before < 1_000_000
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_of_one_form_and_shape_are_one_use(tied):
+    tiny = tiny_llama(tie_word_embeddings=tied)
+    # Layers in 4 bits, and the embedding and the head in 8.
+    weights = {}
+    for name, w in tiny.weights.items():
+        if w.ndim == 2 and not (tied and name == "lm_head.weight"):
+            bits = 4 if "layers" in name else 8
+            w = PackedWeight(*mx.quantize(w, 32, bits), bits, 32)
+        weights[name] = w
+    dense = "model.layers.1.self_attn.v_proj.weight"
+    weights[dense] = tiny.weights[dense]
+    found = matmul_uses(build(tiny.config), weights, mx.bfloat16)
+    form = {"group": 32, "dtype": "bfloat16"}
+    head = "model.embed_tokens" if tied else "lm_head"
+    layers = [f"model.layers.{i}" for i in range(2)]
+    assert {use: sorted(names) for use, names in found.items()} == {
+        MatmulUse(64, 64, 4, **form): [f"{at}.self_attn.{n}_proj" for at in layers for n in "oq"],
+        MatmulUse(32, 64, 4, **form): [
+            f"{layers[0]}.self_attn.k_proj",
+            f"{layers[0]}.self_attn.v_proj",
+            f"{layers[1]}.self_attn.k_proj",
+        ],
+        MatmulUse(96, 64, 4, **form): [
+            f"{at}.mlp.{n}_proj" for at in layers for n in ("gate", "up")
+        ],
+        MatmulUse(64, 96, 4, **form): [f"{at}.mlp.down_proj" for at in layers],
+        MatmulUse(97, 64, 8, **form): [head],
+    }
+    for use in matmul_uses(build(tiny.config), weights, mx.bfloat16, deterministic=True):
+        assert use.deterministic

@@ -1,4 +1,4 @@
-"""Whether decode attention is right on this device, and how fast: asked before it is used.
+"""Whether decode attention serves a use, is right on this device, and how fast it is.
 
 Both are compared with `kernels.attention.paged_attention`, which has to be the reference here.
 """
@@ -25,12 +25,11 @@ from mlxserve.kernels.pages import (
     pack_keys,
     pack_values,
 )
-from mlxserve.kernels.registry import check_close
+from mlxserve.kernels.registry import TOLERANCE, check_close
 from mlxserve.kernels.uses import AttentionUse
-from mlxserve.kernels.verdicts import Timing
+from mlxserve.kernels.verdicts import Timing, Verdict
 
-# One unit in the last place of the largest number: the kernel rounds once, by half of that.
-TOLERANCE = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+HEAD_DIMS = (64, 72, 80, 96, 112, 128, 192, 256)
 # The first token, one page, around a page's end, around the end of a part, and several parts.
 POSITIONS = (0, 5, 63, 64, 200, 255, 256, 700, 1100)
 CHECKED_WINDOW = 300  # the most: it is no part of what is compiled, and cuts POSITIONS
@@ -46,6 +45,21 @@ class _Layout(NamedTuple):
     table: np.ndarray
     pages: np.ndarray
     slots: int
+
+
+def unsupported(use: AttentionUse) -> str:
+    """Why the kernel can't serve such layers, or ""."""
+    if use.dim not in HEAD_DIMS:
+        return f"head dim {use.dim} is none of {', '.join(map(str, HEAD_DIMS))}"
+    if use.dtype not in TOLERANCE:
+        return f"a cache in {use.dtype} isn't float16 or bfloat16"
+    if use.q_heads % use.kv_heads:
+        return f"{use.q_heads} query heads can't share {use.kv_heads} key heads evenly"
+    if use.keep:
+        return f"the first {use.keep} tokens are kept beside the window"
+    if use.value_bits and not use.key_bits:
+        return f"keys in 16 bits beside values in {use.value_bits}"
+    return ""
 
 
 def check(use: AttentionUse, run: Runner) -> float:
@@ -85,6 +99,12 @@ def _plan(use: AttentionUse, layout: _Layout, window: int | None) -> DecodePlan:
 def measure(use: AttentionUse, run: Runner) -> list[Timing]:
     """Kernel and reference at each of CONTEXTS x ROWS, in the cache's dtype."""
     return [_measure(use, run, tokens, rows) for tokens in CONTEXTS for rows in ROWS]
+
+
+def judge(use: AttentionUse, verdict: Verdict) -> tuple[bool, str]:
+    """Whether to use a kernel that is right, and why: it must be faster at most sizes."""
+    reason = f"faster at {verdict.faster_at} of {len(verdict.timings)} sizes"
+    return 2 * verdict.faster_at > len(verdict.timings), reason
 
 
 def _measure(use: AttentionUse, run: Runner, tokens: int, rows: int) -> Timing:

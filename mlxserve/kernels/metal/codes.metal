@@ -43,14 +43,10 @@ inline float4 four_codes(const threadgroup uint4* codes, int i);
 
 template <>
 inline float4 four_codes<8>(const threadgroup uint4* codes, int i) {
-  const uint four = ((const threadgroup uint*)codes)[i];
-  return float4(
-      float(four & 255u), float((four >> 8) & 255u), float((four >> 16) & 255u), float(four >> 24));
+  return split<8>(((const threadgroup uint*)codes)[i]);
 }
 
 template <>
 inline float4 four_codes<4>(const threadgroup uint4* codes, int i) {
-  const uint four = ((const threadgroup ushort*)codes)[i];
-  return float4(
-      float(four & 15u), float((four >> 4) & 15u), float((four >> 8) & 15u), float(four >> 12));
+  return split<4>(((const threadgroup ushort*)codes)[i]);
 }

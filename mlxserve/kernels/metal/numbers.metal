@@ -14,3 +14,20 @@ template <>
 inline float2 unpack<bfloat16_t>(uint word) {
   return as_type<float2>(uint2(word << 16, word & 0xffff0000u));
 }
+
+// Four codes out of a word's low bits, the lowest first.
+template <int BITS>
+inline float4 split(uint word);
+
+template <>
+inline float4 split<8>(uint word) {
+  return float4(
+      float(word & 255u), float((word >> 8) & 255u), float((word >> 16) & 255u), float(word >> 24));
+}
+
+template <>
+inline float4 split<4>(uint word) {
+  return float4(
+      float(word & 15u), float((word >> 4) & 15u), float((word >> 8) & 15u),
+      float((word >> 12) & 15u));
+}

@@ -19,26 +19,8 @@ from mlxserve.kernels.metal.launch import Kernel, Launch, Runner, source
 from mlxserve.kernels.metal.packed_attention import packed_parts
 from mlxserve.kernels.metal.plan import MAX_LANE_NUMBERS, DecodePlan, Parts
 from mlxserve.kernels.pages import PoolSides, Sides
-from mlxserve.kernels.uses import AttentionUse
 
 SIMDGROUPS = 4  # of a threadgroup
-HEAD_DIMS = (64, 72, 80, 96, 112, 128, 192, 256)
-DTYPES = ("float16", "bfloat16")
-
-
-def unsupported(use: AttentionUse) -> str:
-    """Why the kernel can't serve such layers, or ""."""
-    if use.dim not in HEAD_DIMS:
-        return f"head dim {use.dim} is none of {', '.join(map(str, HEAD_DIMS))}"
-    if use.dtype not in DTYPES:
-        return f"a cache in {use.dtype} isn't float16 or bfloat16"
-    if use.q_heads % use.kv_heads:
-        return f"{use.q_heads} query heads can't share {use.kv_heads} key heads evenly"
-    if use.keep:
-        return f"the first {use.keep} tokens are kept beside the window"
-    if use.value_bits and not use.key_bits:
-        return f"keys in 16 bits beside values in {use.value_bits}"
-    return ""
 
 
 class Found(NamedTuple):
@@ -66,7 +48,8 @@ def decode_attention(
     """`kernels.attention.paged_attention` for the rows of a plan, `[R, Hq, D]` in q's dtype.
 
     q: `[T, Hq, D]`, of which the plan says which tokens; hot, pool: as there, what isn't packed in
-    float16 or bfloat16. Layers for which `unsupported` gives a reason aren't checked for here.
+    float16 or bfloat16. Layers that `attention_check.unsupported` has a reason against aren't
+    checked for here.
     """
     launches = parts(q, hot, pool, plan, scale=scale, softcap=softcap)
     found = []
