@@ -4,8 +4,9 @@
     python -m benchmarks.convert --gigabytes 20                     # ours alone: peak memory
 
 L is a virtual environment with mlx-lm; without it only ours is measured. Both run as a user would
-run them, in a process of their own, alternately, and the best of --runs counts. The model and what
-is made of it are deleted at the end.
+run them, in a process of their own, alternately, and the best of --runs counts; ours measures the
+error of each matrix, and compares no models. The model and what is made of it are deleted at the
+end.
 """
 
 import argparse
@@ -56,7 +57,8 @@ def main() -> None:
 def compare(source: Path, folder: Path, mode: str, theirs: str | None, runs: int) -> None:
     """Print a line for each tool: time, memory, and the ratio."""
     flags = ["--q-mode", mode]
-    ours = [sys.executable, "-m", "convert", "--from", str(source), "--quiet", *flags, "--to"]
+    ours = [sys.executable, "-m", "convert", "--from", str(source), "--quiet", "--no-quality"]
+    ours += [*flags, "--to"]
     other = [theirs, "-m", "mlx_lm", "convert", "--hf-path", str(source), "-q", *flags]
     commands = {"mlxserve": ours}
     if theirs is not None:

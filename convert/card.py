@@ -3,30 +3,45 @@
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from mlxserve.files import read_text
 from mlxserve.report import count_bytes
 from mlxserve.sources.mlx_quant import Quantised
 
 from .plan import Item, Plan
+from .quality import Quality
+from .quality import facts as quality_facts
 
 _FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
+REPORT = "report.md"  # beside the card, where it was asked for
 _KEPT = ("license", "license_name", "license_link", "language")
-QUALITY = "<!-- quality -->"  # where measurements are put in
 
 
-def model_card(plan: Plan, source: Path, repo: str | None, packed: str) -> str:
-    """The card's text.
+class Origin(NamedTuple):
+    """What was converted: a directory or file, its name on the Hub, if it has one, and the kinds of
+    packed numbers that it had, "" if none."""
 
-    source: the directory or file that was converted; repo: its name on the Hub, if it has one;
-    packed: the kinds of packed numbers that it had, "" if none.
-    """
+    path: Path
+    repo: str | None
+    packed: str
+
+    @property
+    def name(self) -> str:
+        """What the model is called."""
+        if self.repo is not None:
+            return self.repo.rpartition("/")[2]
+        return self.path.resolve().name.removesuffix(".gguf")
+
+
+def model_card(plan: Plan, origin: Origin, quality: Quality, where: str, *, report: bool) -> str:
+    """The card's text. where: what to give as --model; report: whether there is one beside it."""
     front = ["library_name: mlx", "pipeline_tag: text-generation", "tags:", "- mlx"]
+    name, repo = origin.name, origin.repo
     if repo is not None:
         front += [f"base_model: {repo}", "base_model_relation: quantized"]
-    front += _kept_front(source / "README.md")
-    name = source.resolve().name.removesuffix(".gguf") if repo is None else repo.rpartition("/")[2]
-    origin = f"`{name}`" if repo is None else f"[{repo}](https://huggingface.co/{repo})"
+    front += _kept_front(origin.path / "README.md")
+    made_from = f"`{name}`" if repo is None else f"[{repo}](https://huggingface.co/{repo})"
     lines = [
         "---",
         *front,
@@ -34,24 +49,28 @@ def model_card(plan: Plan, source: Path, repo: str | None, packed: str) -> str:
         "",
         f"# {name}, {'converted' if plan.recipe is None else 'quantised'} for MLX",
         "",
-        f"Made from {origin} by `mlxserve convert`.",
+        f"Made from {made_from} by `mlxserve convert`.",
         "",
-        *_facts(plan, packed),
+        *table(plan_facts(plan, origin.packed)),
         "",
-        QUALITY,
+        "## What that cost",
         "",
+        *table(quality_facts(quality)),
+        "",
+        *([f"[{REPORT}]({REPORT}) has the error of each matrix.", ""] if report else []),
         "## How to run it",
         "",
         "```",
-        "mlxserve chat --model PATH",
-        "mlx_lm.chat --model PATH",
+        f"mlxserve chat --model {where}",
+        f"mlx_lm.chat --model {where}",
         "```",
         "",
     ]
     return "\n".join(lines)
 
 
-def _facts(plan: Plan, packed: str) -> list[str]:
+def plan_facts(plan: Plan, packed: str) -> list[tuple[str, str]]:
+    """Names and values of what was done."""
     rows = [
         ("parameters", f"{plan.parameters:,}"),
         ("size", count_bytes(plan.weight_bytes)),
@@ -64,6 +83,11 @@ def _facts(plan: Plan, packed: str) -> list[str]:
         rows.append((what, f"{size:.1%} of the weights: {_ends(items)}"))
     if packed:
         rows.append(("the source's own numbers", f"{packed}, unpacked first"))
+    return rows
+
+
+def table(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Markdown, without a heading."""
     return ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)]
 
 

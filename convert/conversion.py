@@ -1,4 +1,5 @@
-"""`convert`: everything is checked first, then written beside the target, then given its name."""
+"""`convert`: everything is checked first, then written and measured beside the target, then given
+its name, and uploaded if that was asked for."""
 
 import errno
 import os
@@ -15,28 +16,38 @@ from mlxserve.sources.directory import INDEX
 from mlxserve.sources.resolve import hub_ref, resolve
 from mlxserve.types import OnProgress
 
-from .card import model_card
-from .companions import Files, companions, size_of, write
+from . import report as reports
+from .card import Origin, model_card
+from .companions import companions, size_of, write
 from .opening import open_source
 from .plan import DTYPES, Plan, make_plan
-from .recipe import Options, plain_recipe, read_recipe
+from .quality import Quality, measure, summarise
+from .recipe import Options, Recipe, plain_recipe, read_recipe
 from .shards import index, lay_out
 from .source import Source
 from .stream import convert_items
-from .workspace import Workspace
+from .upload import check_upload
+from .workspace import Squares, Workspace
 
-SPARE_BYTES = 1 << 20  # of directories and file system blocks
+SPARE_BYTES = 1 << 20  # of the card, the report, directories and file system blocks
+SKIPPED = "it was left out"
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What a conversion made. weight_bytes: of all tensors; shards: files that hold them."""
+    """What a conversion made.
+
+    weight_bytes: of all tensors; shards: files that hold them. quality: what it cost. url: of the
+    repo that it was uploaded to, None if it wasn't.
+    """
 
     path: Path
     parameters: int
     weight_bytes: int
     bits_per_weight: float
     shards: int
+    quality: Quality
+    url: str | None
 
 
 def convert(
@@ -49,6 +60,10 @@ def convert(
     recipe: str | Path | None = None,
     dtype: str | None = None,
     dequantize: bool = False,
+    quality: bool = True,
+    report: bool = False,
+    upload_repo: str | None = None,
+    private: bool = False,
     on_progress: OnProgress | None = None,
     locate: Callable[[str | Path], Path] | None = None,
 ) -> Conversion:
@@ -64,29 +79,34 @@ def convert(
     dtype: "float16", "bfloat16" or "float32" for scales and for what isn't quantised; None keeps
         what the model has.
     dequantize: unpack a source that is quantised already.
+    quality: compare the result with its source on a held-out text, where both fit in memory. The
+        error of each matrix is measured in any case.
+    report: write report.md, with plots, into the directory; needs matplotlib.
+    upload_repo: a model repo of the Hub, "owner/name", to create and upload to; private: for its
+        owner's eyes only. Token and rights are checked first. Where the upload fails, the directory
+        stays, and the error says how to go on.
     locate: from `source` to its path; None downloads what isn't here, without a question.
 
     Weights are rounded to the nearest: bit for bit as `mx.quantize` does, and `mlx_lm.convert`.
-    Memory is bounded by some pieces of 4 MiB. Raises RequestError and ModelError, each before
-    anything is written, but for numbers that turn out not to be finite and a disk that fails.
+    That takes some pieces of 4 MiB of memory; the comparison takes what both models do. Raises
+    RequestError and ModelError, each before anything is written, but for numbers that turn out not
+    to be finite, a disk that fails, and an upload that does.
     """
-    options = Options(bits, group_size, mode)
-    quantise = recipe is not None or options != Options()
-    how = None
-    if quantise:
-        how = plain_recipe(options) if recipe is None else read_recipe(recipe, options)
+    how = _recipe(Options(bits, group_size, mode), recipe)
     if dtype is not None and dtype not in DTYPES:
-        raise RequestError(f"dtype is {show(dtype)}; use one of {', '.join(DTYPES)}")
+        raise RequestError(f"dtype is {show(dtype)}; use one of {', '.join(DTYPES)}", param="dtype")
+    if report:
+        reports.check()
     target = _target(to)
+    upload = check_upload(upload_repo, private=private)
     path = resolve(source, on_progress) if locate is None else locate(source)
     found = open_source(path)
     _check_places(found.path, target)
-    _check_packed(found, dequantize=dequantize, quantise=quantise)
+    _check_packed(found, dequantize=dequantize, quantise=how is not None)
+    ref = hub_ref(str(source))
+    origin = Origin(path, None if ref is None else ref.repo, found.packed)
     plan = make_plan(found, how, None if dtype is None else DTYPES[dtype])
     files = companions(found, plan.config)
-    ref = hub_ref(str(source))
-    repo = None if ref is None else ref.repo
-    files["README.md"] = model_card(plan, path, repo, found.packed).encode()
     shards, places = lay_out(plan.shards())
     files[INDEX] = index(places, plan.parameters).encode()
     workspace = Workspace(target)
@@ -95,8 +115,29 @@ def convert(
     with workspace, _kept_for_later(workspace):
         workspace.prepare(state, shards, places)
         _write_weights(plan, workspace, on_progress)
-        _finish(workspace, files)
-    return Conversion(target, plan.parameters, plan.weight_bytes, plan.bits_per_weight, len(shards))
+        write(files, workspace.path)
+        open_checkpoint(workspace.path)  # a last look at the whole
+        compared = measure(path, workspace.path, on_progress) if quality else (None, SKIPPED)
+        cost = summarise(_squares(plan, workspace), *compared)
+        _describe(workspace.path, origin, plan, cost, upload_repo or "PATH", report=report)
+        workspace.publish()
+    url = None if upload is None else upload.run(target, on_progress)
+    return Conversion(
+        target,
+        plan.parameters,
+        plan.weight_bytes,
+        plan.bits_per_weight,
+        len(shards),
+        cost,
+        url,
+    )
+
+
+def _recipe(options: Options, recipe: str | Path | None) -> Recipe | None:
+    """How to quantise; None if nothing asks for it. Raises RequestError."""
+    if recipe is not None:
+        return read_recipe(recipe, options)
+    return None if options == Options() else plain_recipe(options)
 
 
 def _target(to: str | Path) -> Path:
@@ -125,11 +166,15 @@ def _check_places(source: Path, target: Path) -> None:
 def _check_packed(source: Source, *, dequantize: bool, quantise: bool) -> None:
     """A GGUF file's numbers may be quantised anew; they are unpacked in any case."""
     if dequantize and not source.packed:
-        raise RequestError(f"{source.path} isn't quantised; leave dequantize out")
+        raise RequestError(
+            f"dequantize is set, and {source.path} isn't quantised; leave it out",
+            param="dequantize",
+        )
     if source.packed and not dequantize and (source.schemes or not quantise):
         raise RequestError(
-            f"{source.path} is quantised already ({source.packed}); take the model it was made of, "
-            "or add dequantize to unpack it first"
+            f"dequantize is not set, and {source.path} is quantised already ({source.packed}); set "
+            "it to unpack the model first, or take the one it was made of",
+            param="dequantize",
         )
 
 
@@ -162,11 +207,20 @@ def _write_weights(plan: Plan, workspace: Workspace, on_progress: OnProgress | N
     convert_items(todo, workspace, report)
 
 
-def _finish(workspace: Workspace, files: Files) -> None:
-    """The small files, a last look at the whole, and its name."""
-    write(files, workspace.path)
-    open_checkpoint(workspace.path)
-    workspace.publish()
+def _describe(
+    folder: Path, origin: Origin, plan: Plan, cost: Quality, where: str, *, report: bool
+) -> None:
+    """Write the model card, and the report if one is wanted. where: see `model_card`."""
+    card = model_card(plan, origin, cost, where, report=report)
+    write({"README.md": card.encode()}, folder)
+    if report:
+        reports.write_report(folder, origin, plan, cost)
+
+
+def _squares(plan: Plan, workspace: Workspace) -> dict[str, Squares]:
+    """What is known of the quantised matrices, in the model's order."""
+    names = (item.parts[0].name for item in plan.items if item.scheme is not None)
+    return {name: workspace.squares[name] for name in names}
 
 
 @contextmanager

@@ -135,7 +135,10 @@ def scheme(where: str, given: Mapping[str, Any], options: Options) -> Quantised:
     before = f"{where}: " if where else ""
     mode = given.get("mode", options.mode if options.mode is not None else "affine")
     if mode not in MODES:
-        raise RequestError(f"{before}mode is {show(mode)}; use one of {', '.join(MODES)}")
+        raise RequestError(
+            f"{before}mode is {show(mode)}; use one of {', '.join(MODES)}",
+            param=None if where else "mode",
+        )
     same = options.mode is None or mode == options.mode  # another mode has other sizes
     sizes, widths = MODES[mode]
     values = {}
@@ -144,7 +147,9 @@ def scheme(where: str, given: Mapping[str, Any], options: Options) -> Quantised:
         value = given.get(key, known[0] if other is None else other)
         if type(value) is not int or value not in known:
             raise RequestError(
-                f"{before}{key} is {show(value)}; {mode} takes {', '.join(map(str, sorted(known)))}"
+                f"{before}{key} is {show(value)}; {mode} takes "
+                f"{', '.join(map(str, sorted(known)))}",
+                param=None if where else key,
             )
         values[key] = value
     return Quantised(mode=mode, **values)

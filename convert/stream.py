@@ -17,7 +17,7 @@ from mlxserve.kernels.quantize import quantize
 
 from .plan import Item
 from .source import all_finite
-from .workspace import Workspace, checksum
+from .workspace import Squares, Workspace, checksum
 
 PIECE_BYTES = 4 << 20  # of the source, about: it stays in the processor's cache until it is written
 ROWS = 32  # in multiples of these, so that every part of a piece is a number of whole words
@@ -62,10 +62,10 @@ def convert_items(
                 if not ahead:
                     break
                 piece, fetched = ahead.popleft()
-                arrays = _convert(piece.item, fetched.result())
+                arrays, squares = _convert(piece.item, fetched.result())
                 while len(behind) >= WRITES_QUEUED:
                     behind.popleft().result()
-                behind.append(writing.submit(writer.write, piece, arrays))
+                behind.append(writing.submit(writer.write, piece, arrays, squares))
                 rows = piece.item.tensor.shape[0]
                 report(piece.item.tensor.read_bytes * (piece.stop - piece.start) // rows)
             for write in behind:
@@ -85,22 +85,24 @@ def _pieces(items: Sequence[Item]) -> Iterator[_Piece]:
             yield _Piece(item, start, min(start + step, rows))
 
 
-def _convert(item: Item, fetched: Any) -> list[memoryview]:
-    """A piece's rows of each of the item's parts, as bytes."""
+def _convert(item: Item, fetched: Any) -> tuple[list[memoryview], Squares | None]:
+    """A piece's rows of each of the item's parts, as bytes; and its sums if it is quantised."""
     w = item.tensor.array(fetched)
     if w.dtype != item.dtype:
         w = w.astype(item.dtype)
         if not all_finite(_numpy(w), item.dtype):
             raise ModelError(
                 f"tensor {item.tensor.name} has numbers that are too large for "
-                f"{str(item.dtype).removeprefix('mlx.core.')}; take bfloat16 or float32 as dtype"
+                f"{str(item.dtype).removeprefix('mlx.core.')}; take bfloat16 or float32"
             )
     if item.scheme is None:
-        return [_bytes(w)]
+        return [_bytes(w)], None
     how = item.scheme
-    parts = [p for p in quantize(w, how.bits, how.group_size, how.mode) if p is not None]
-    mx.eval(parts)
-    return [_bytes(part) for part in parts]
+    made = quantize(w, how.bits, how.group_size, how.mode)
+    parts = [part for part in (made.words, made.scales, made.biases) if part is not None]
+    mx.eval(parts, made.errors)
+    error, whole = np.array(made.errors, copy=False).sum(axis=0, dtype=np.float64).tolist()
+    return [_bytes(part) for part in parts], Squares(error, whole)
 
 
 def _numpy(array: mx.array) -> np.ndarray:
@@ -115,7 +117,7 @@ def _bytes(array: mx.array) -> memoryview:
 
 
 class _Writer:
-    """Writes pieces in order and keeps the checksums of the item they are of. On one thread.
+    """Writes pieces in order and adds up what is known of the item they are of. On one thread.
 
     After one that failed no other is written: the thread that waits learns of it some pieces later.
     """
@@ -124,9 +126,10 @@ class _Writer:
         self._workspace = workspace
         self._written: dict[str, int] = {}
         self._sums: dict[str, int] = {}
+        self._squares: Squares | None = None
         self._failed = False
 
-    def write(self, piece: _Piece, arrays: list[memoryview]) -> None:
+    def write(self, piece: _Piece, arrays: list[memoryview], squares: Squares | None) -> None:
         if self._failed:
             return
         self._failed = True
@@ -135,7 +138,10 @@ class _Writer:
             self._workspace.write(part.name, data, at)
             self._written[part.name] = at + data.nbytes
             self._sums[part.name] = (self._sums.get(part.name, 0) + checksum(data)) % 2**64
+        if squares is not None:
+            before = self._squares or Squares(0, 0)
+            self._squares = Squares(before.error + squares.error, before.whole + squares.whole)
         if piece.last:
-            self._workspace.finished(self._sums)
-            self._written, self._sums = {}, {}
+            self._workspace.finished(self._sums, self._squares)
+            self._written, self._sums, self._squares = {}, {}, None
         self._failed = False

@@ -1,8 +1,9 @@
 """The directory where a conversion grows, beside its target, until it takes the target's name.
 
 It outlives an interruption: `state.json` says what it is a conversion of, and `journal` has a line
-for each item that is written whole, with checksums of its tensors. A line counts only if the
-tensors on the disk still have these checksums, so nothing depends on what a crash lets through.
+for each item that is written whole, with checksums of its tensors and, if it is quantised, sums of
+squares. A line counts only if the tensors on the disk still have these checksums, so nothing
+depends on what a crash lets through.
 """
 
 import fcntl
@@ -14,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 
@@ -29,7 +30,14 @@ logger = logging.getLogger(__name__)
 STATE, JOURNAL, LOCK = "state.json", "journal", "lock"
 PIECE_BYTES = 1 << 20
 FLUSH_BYTES = 256 << 20  # written, until the disk is told to begin with them
-FORMAT = 1  # of all this: a directory of another version starts over
+FORMAT = 2  # of all this: a directory of another version starts over
+
+
+class Squares(NamedTuple):
+    """Sums over a matrix of the squares of what rounding changed, and of its numbers."""
+
+    error: float
+    whole: float
 
 
 def checksum(data: bytes | memoryview) -> int:
@@ -46,13 +54,15 @@ def checksum(data: bytes | memoryview) -> int:
 class Workspace:
     """A context manager: holds the lock, and the output files open. Used by one thread at a time.
 
-    done: the names of the tensors that are written whole.
+    done: the names of the tensors that are written whole; squares: of those that are quantised, by
+    the name of the first of their parts.
     """
 
     def __init__(self, target: Path) -> None:
         self.target = target
         self.path = target.parent / f".{target.name}.converting"
         self.done: set[str] = set()
+        self.squares: dict[str, Squares] = {}
         self._lock: TextIO | None = None
         self._journal: TextIO | None = None
         self._files: dict[str, int] = {}
@@ -120,13 +130,13 @@ class Workspace:
             n = os.pwrite(self._files[place.file], data, at)
             data, at = data[n:], at + n
 
-    def finished(self, checksums: Mapping[str, int]) -> None:
-        """Note that these tensors are whole. checksums: `checksum` of each."""
+    def finished(self, checksums: Mapping[str, int], squares: Squares | None) -> None:
+        """Note that an item is whole. checksums: `checksum` of each of its tensors."""
         if self._journal is None or self._flusher is None:
             raise ValueError("the workspace wasn't prepared")
-        self._journal.write(json.dumps(checksums) + "\n")
+        self._journal.write(json.dumps({"checksums": checksums, "squares": squares}) + "\n")
         self._journal.flush()
-        self.done |= checksums.keys()
+        self._note(checksums, squares)
         self._unflushed_bytes += sum(self._places[name].nbytes for name in checksums)
         if self._unflushed_bytes >= FLUSH_BYTES:  # or all would be waited for at the end
             self._unflushed_bytes = 0
@@ -193,19 +203,27 @@ class Workspace:
         kept = []
         for line in text.splitlines():
             try:
-                checksums = json.loads(line)
-            except ValueError:  # the last line, cut off
+                found = json.loads(line)
+                checksums, squares = found["checksums"], found["squares"]
+                squares = squares and Squares(*map(float, squares))
+                whole = all(
+                    name in self._places and self._checksum(name) == value
+                    for name, value in checksums.items()
+                )
+            except (ValueError, TypeError, KeyError, AttributeError):  # the last line, cut off
                 continue
-            if isinstance(checksums, dict) and all(
-                name in self._places and self._checksum(name) == value
-                for name, value in checksums.items()
-            ):
-                self.done |= checksums.keys()
+            if whole:
+                self._note(checksums, squares)
                 kept.append(line + "\n")
         replace(path, "".join(kept).encode())
         if kept:
             size = count_bytes(sum(self._places[name].nbytes for name in self.done))
             logger.warning("going on with an interrupted conversion: %s are written", size)
+
+    def _note(self, checksums: Mapping[str, int], squares: Squares | None) -> None:
+        self.done |= checksums.keys()
+        if squares is not None:
+            self.squares[next(iter(checksums))] = squares
 
     def _checksum(self, name: str) -> int:
         place, total = self._places[name], 0

@@ -76,7 +76,7 @@ class LLM:
             config.memory_limit_bytes or device_limit_bytes(),
         )
         self.path = path
-        self.tokenizer = _tokenizer(checkpoint)
+        self.tokenizer = tokenizer_of(checkpoint)
         if on_progress is not None:
             on_progress("load", 0, None)
         cancelled = threading.Event()
@@ -397,7 +397,8 @@ class LLM:
             self.abort(open_answers.values())
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
+    """A model's tokenizer, from wherever its kind of files has it. Raises ModelError."""
     if checkpoint.gguf_metadata is not None:
         return Tokenizer.from_gguf(checkpoint.gguf_metadata)
     return Tokenizer.from_directory(checkpoint.path)

@@ -1,4 +1,4 @@
-"""`mlxserve eval`: how well a model predicts a text."""
+"""`mlxserve eval`: how well a model predicts a text, alone or beside another."""
 
 import json
 import math
@@ -19,32 +19,56 @@ if TYPE_CHECKING:
 DEFAULT_CONTEXT = 512
 _number = partial(typer.Option, parser=options.whole, metavar="N")
 
+Other = Annotated[str | None, typer.Argument(metavar="OTHER", help="A second model, to compare.")]
+Perplexity = Annotated[
+    str | None,
+    typer.Option("--perplexity", metavar="FILE", help="The text for one model, as UTF-8."),
+]
+Text = Annotated[
+    str | None,
+    typer.Option(
+        "--text",
+        metavar="FILE",
+        help="The text for two. [default: the one that `convert` measures with]",
+    ),
+]
+Context = Annotated[
+    int | None,
+    _number("--context", help=f"Tokens the model sees at most. [default: {DEFAULT_CONTEXT}]"),
+]
+Stride = Annotated[
+    int | None,
+    _number(
+        "--stride",
+        help="Tokens from window to window. [default: half the context, for two all of it]",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="For scripts: one JSON object.")]
+
 
 @options.takes_engine
 def evaluate(
-    perplexity: Annotated[
-        str, typer.Option("--perplexity", metavar="FILE", help="The text, as UTF-8.")
-    ],
     model: options.ModelArgument = DEFAULT_MODEL,
-    context: Annotated[
-        int | None,
-        _number("--context", help=f"Tokens the model sees at most. [default: {DEFAULT_CONTEXT}]"),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        _number("--stride", help="Tokens from window to window. [default: half the context]"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For scripts: one JSON object.")] = False,
+    other: Other = None,
+    perplexity: Perplexity = None,
+    text: Text = None,
+    context: Context = None,
+    stride: Stride = None,
+    as_json: Json = False,
     quiet: options.Quiet = False,
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Measure a model's perplexity on a text, and its bits per byte.
+    """Measure a model's perplexity on a text, and its bits per byte; or compare two models.
 
     The text is read in windows of --context tokens that begin --stride tokens apart. All of the
     first window's tokens count, and of the others only those that are new. A smaller stride gives
     each token more context and takes longer. Bits per byte compare models whose tokens differ.
     With --kv-bits, they are those of the model with a packed cache.
+
+    Of two models with one vocabulary: both perplexities, the Kullback-Leibler divergence of the
+    second's next-token distributions from the first's (mean and 95th percentile, in nats), and for
+    which share of tokens both find the same one likeliest.
     """
     terminal.end_on_broken_pipe()
     for name, value in (("--context", context), ("--stride", stride)):
@@ -52,12 +76,43 @@ def evaluate(
             raise RequestError(f"{name} is {value}; it must be at least 1")
     if context is not None:
         _check_stride(stride, context)
-    file = terminal.check_text("--perplexity", perplexity)
-    text = terminal.read_text("--perplexity", file)
-    if not text:
-        raise RequestError(f"{file} is empty; give a text of at least two tokens")
     model = terminal.check_text("MODEL", model)
+    shown = {"as_json": as_json, "quiet": quiet}
+    if other is None:
+        file = _check_single(perplexity, text)
+        code = _evaluate_one(model, file, engine, context=context, stride=stride, **shown)
+        raise typer.Exit(code)
+    if perplexity is not None:
+        raise RequestError("--perplexity is for one model; give the text of two as --text")
+    pair = (model, terminal.check_text("OTHER", other))
+    words = _shipped_text() if text is None else _read("--text", text)
+    from mlxserve.cli.eval_pair import evaluate_pair
 
+    evaluate_pair(pair, words, engine, context=context, stride=stride, **shown)
+
+
+def _check_single(perplexity: str | None, text: str | None) -> str:
+    """The file that one model reads. Raises RequestError."""
+    if perplexity is None:
+        hint = "--text is for two models" if text is not None else "or give two models to compare"
+        raise RequestError(f"--perplexity is missing; give a text file with it ({hint})")
+    if text is not None:
+        raise RequestError("--text is for two models, and this is one; give only --perplexity")
+    return perplexity
+
+
+def _evaluate_one(
+    model: str,
+    file: str,
+    engine: dict[str, Any],
+    *,
+    context: int | None,
+    stride: int | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Print a model's perplexity; returns the exit code."""
+    text = _read("--perplexity", file)
     from mlxserve.cli import models
 
     with models.load(model, engine, quiet=quiet) as llm:
@@ -67,7 +122,20 @@ def evaluate(
         code = measured.run(quiet=quiet)
     if measured.tokens:
         measured.show(as_json=as_json, complete=code == 0)
-    raise typer.Exit(code)
+    return code
+
+
+def _read(option: str, file: str) -> str:
+    text = terminal.read_text(option, terminal.check_text(option, file))
+    if not text:
+        raise RequestError(f"{file} is empty; give a text of at least two tokens")
+    return text
+
+
+def _shipped_text() -> str:
+    from mlxserve_convert.quality import HELD_OUT  # pyright: ignore[reportMissingImports]
+
+    return HELD_OUT.read_text(encoding="utf-8")
 
 
 def _check_context(context: int | None, limit: int) -> int:

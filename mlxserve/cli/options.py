@@ -2,7 +2,8 @@
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -230,6 +231,21 @@ def _target(trace: str) -> Path:
             "be written to"
         )
     return path
+
+
+@contextmanager
+def named(flags: Mapping[str, str]) -> Iterator[None]:
+    """Have errors that begin with a parameter's name begin with its option instead.
+
+    flags: the options by the parameters' names.
+    """
+    try:
+        yield
+    except RequestError as e:
+        message, name = str(e), e.param or ""
+        if name not in flags or not message.startswith(f"{name} "):
+            raise
+        raise RequestError(flags[name] + message.removeprefix(name), param=name) from e
 
 
 def saved_prompt(file: str | None, *, prefix_cache: bool = True) -> Path | None:

@@ -107,14 +107,16 @@ _STAGES = {
     "unpack": "unpacking",
     "load": "loading the model",
     "convert": "converting",
+    "compare": "comparing",
+    "upload": "uploading",
 }
 
 
 class Progress:
     """A context manager to hand over as `on_progress`: one bar on stderr, gone at the end.
 
-    Where stderr is no terminal it prints the name of each stage that waits for the network once;
-    `quiet` prints nothing.
+    Where stderr is no terminal it prints the name of each stage that takes long once; `quiet`
+    prints nothing.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -130,25 +132,28 @@ class Progress:
         """Show that `done` of `total` bytes (None: not known) of `stage` are behind us."""
         if self._quiet:
             return
-        if not sys.stderr.isatty():
+        if not sys.stderr.isatty() or stage == "upload":  # that has bars of huggingface_hub's
+            self._stop()
             if stage != self._stage and stage != "load":
                 note(f"{_STAGES.get(stage, stage)} ...")
             self._stage = stage
             return
-        if stage == "load":
-            self._stop()
-            self._bars = _spinner(_STAGES[stage])
-            self._bars.start()
-            return
-        if self._bars is None:
-            self._bars = _bars()
-            self._bars.start()
         if stage != self._stage:
-            if self._task is not None:
-                self._bars.remove_task(self._task)
-            self._task = self._bars.add_task(_STAGES.get(stage, stage), total=total)
+            self._start(stage, total)
         self._stage = stage
-        self._bars.update(self._task, completed=done, total=total)
+        if self._task is not None:
+            self._bars.update(self._task, completed=done, total=total)
+
+    def _start(self, stage: str, total: int | None) -> None:
+        """Show another stage, in place of the one before."""
+        self._stop()
+        text = _STAGES.get(stage, stage)
+        if stage == "load":
+            self._bars, self._task = _spinner(text), None
+        else:
+            self._bars = _bars(in_bytes=stage != "compare")
+            self._task = self._bars.add_task(text, total=total)
+        self._bars.start()
 
     def __exit__(
         self,
@@ -161,6 +166,7 @@ class Progress:
     def _stop(self) -> None:
         if self._bars is not None:
             self._bars.stop()
+            self._bars = self._task = None
 
 
 def _spinner(text: str) -> Any:
@@ -169,16 +175,22 @@ def _spinner(text: str) -> Any:
     return Console(stderr=True).status(text)
 
 
-def _bars() -> Any:
+def _bars(*, in_bytes: bool) -> Any:
     # Imported late: it takes a tenth of a second, and a warm start shows no bar.
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
     from rich.progress import Progress as Bars
 
     return Bars(
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
-        DownloadColumn(),
+        DownloadColumn() if in_bytes else TaskProgressColumn(),
         TimeRemainingColumn(compact=True),
         console=Console(stderr=True),
         transient=True,

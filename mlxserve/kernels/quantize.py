@@ -1,16 +1,29 @@
-"""Quantisation of a matrix into MLX's packed layouts."""
+"""Quantisation of a matrix into MLX's packed layouts, and what it costs."""
 
 from types import ModuleType
+from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlxserve.kernels.quantized import PackedWeight, dequantize
 from mlxserve.kernels.registry import native
 
 
-def quantize(
-    w: mx.array, bits: int, group_size: int, mode: str = "affine"
-) -> tuple[mx.array, mx.array, mx.array | None]:
-    """The words, scales and biases of `w`, in groups of `group_size` along K.
+class Rounded(NamedTuple):
+    """A matrix `[N, K]` in groups along K: MLX's words, scales and perhaps biases, and its error.
+
+    errors: float32 `[parts, 2]`, sums of squares over parts of the matrix: of what rounding
+    changed, and of the numbers themselves.
+    """
+
+    words: mx.array
+    scales: mx.array
+    biases: mx.array | None
+    errors: mx.array
+
+
+def quantize(w: mx.array, bits: int, group_size: int, mode: str = "affine") -> Rounded:
+    """`w` in groups of `group_size` along K.
 
     w: `[N, K]`, floating. affine: `w = scale * q + bias`, q of 2, 3, 4, 5, 6 or 8 bits in groups of
     32, 64 or 128; scales and biases `[N, K / group_size]` in w's dtype. mxfp4 and mxfp8: floats of
@@ -23,12 +36,20 @@ def quantize(
     """
     kernels = native("quantize")
     if kernels is None:
-        parts = mx.quantize(w, group_size=group_size, bits=bits, mode=mode)
-    elif mode == "affine":
-        parts = kernels.quantize(w, bits, group_size)
-    else:
-        parts = kernels.quantize_floats(w, bits, group_size)
-    return parts[0], parts[1], parts[2] if len(parts) > 2 else None
+        return reference(w, bits, group_size, mode)
+    run = kernels.quantize if mode == "affine" else kernels.quantize_floats
+    words, scales, *biases, errors = run(w, bits, group_size)
+    return Rounded(words, scales, biases[0] if biases else None, errors)
+
+
+def reference(w: mx.array, bits: int, group_size: int, mode: str = "affine") -> Rounded:
+    """`quantize` by MLX's own operations."""
+    words, scales, *biases = mx.quantize(w, group_size=group_size, bits=bits, mode=mode)
+    packed = PackedWeight(words, scales, biases[0] if biases else None, bits, group_size, mode)
+    w = w.astype(mx.float32)
+    off = w - dequantize(packed, mx.float32)
+    errors = mx.stack([mx.square(off).sum(axis=1), mx.square(w).sum(axis=1)], axis=1)
+    return Rounded(words, scales, packed.biases, errors)
 
 
 def check(kernels: ModuleType) -> None:
@@ -50,7 +71,10 @@ def check(kernels: ModuleType) -> None:
     ):
         x = w.astype(dtype)
         run = kernels.quantize if mode == "affine" else kernels.quantize_floats
-        got = run(x, bits, group_size)
-        expected = mx.quantize(x, group_size=group_size, bits=bits, mode=mode)
-        if not all(mx.array_equal(a, b) for a, b in zip(got, expected, strict=True)):
+        *got, errors = run(x, bits, group_size)
+        *expected, expected_errors = reference(x, bits, group_size, mode)
+        known = [part for part in expected if part is not None]
+        if not all(mx.array_equal(a, b) for a, b in zip(got, known, strict=True)):
             raise ArithmeticError(f"quantize to {mode} of {bits} bits differs from mx.quantize")
+        if not mx.allclose(errors.sum(axis=0), expected_errors.sum(axis=0), rtol=1e-3, atol=0):
+            raise ArithmeticError(f"quantize to {mode} of {bits} bits has another error")

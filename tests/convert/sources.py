@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlxserve_convert
 import numpy as np
+from mlxserve_convert import Conversion
 
 from tests.support.model_dir import END_ID, VOCAB_SIZE, write_model_dir
 from tests.support.tiny import Tiny, tiny_gemma3, tiny_llama, tiny_qwen3
@@ -30,6 +32,13 @@ def tiny(kind: str = "llama", dtype: mx.Dtype = mx.bfloat16, **overrides: Any) -
         weights.pop("lm_head.weight", None)
     config = {**made.config, "torch_dtype": str(dtype).removeprefix("mlx.core.")}
     return made._replace(config=config, weights=weights)
+
+
+def convert(
+    source: str | Path, to: str | Path, *, quality: bool = False, **options: Any
+) -> Conversion:
+    """`mlxserve_convert.convert`; most tests aren't about comparing models, which takes seconds."""
+    return mlxserve_convert.convert(source, to, quality=quality, **options)
 
 
 def write(path: Path, model: Tiny | None = None) -> Path:

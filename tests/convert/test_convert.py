@@ -6,11 +6,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import safetensors
-from mlxserve_convert import convert, plan, stream
+from mlxserve_convert import plan, stream
 
 import mlxserve
 from tests.convert import sources
-from tests.convert.sources import config, linears, same, tensors, tiny, write
+from tests.convert.sources import config, convert, linears, same, tensors, tiny, write
 from tests.support.tiny import reference_logits
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import transformers
 from gguf import GGMLQuantizationType as Kind
-from mlxserve_convert import convert
 
 import mlxserve
 from mlxserve.errors import ModelError, RequestError
-from tests.convert.sources import config, same, tensors
+from tests.convert.sources import config, convert, same, tensors
 from tests.sources.making import llama_metadata
 from tests.sources.test_gguf_quant import oracle, random_blocks
 from tests.text.training import byte_level, gguf_metadata

@@ -13,7 +13,7 @@ import pytest
 MEASURED = """
 import resource, sys
 from mlxserve_convert import convert
-convert(*sys.argv[1:3], mode=sys.argv[3])
+convert(*sys.argv[1:3], mode=sys.argv[3], quality=False)
 if sys.platform == "darwin":
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 else:

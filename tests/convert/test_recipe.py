@@ -2,12 +2,11 @@
 
 import mlx.core as mx
 import pytest
-from mlxserve_convert import convert
 from mlxserve_convert.recipe import Options, read_recipe, shipped
 
 from mlxserve.errors import RequestError
 from mlxserve.sources.mlx_quant import Quantised
-from tests.convert.sources import config, same, tensors, tiny, write
+from tests.convert.sources import config, convert, same, tensors, tiny, write
 
 PARTS = ["self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj", "mlp.down_proj"]
 

@@ -6,10 +6,9 @@ import shutil
 
 import mlx.core as mx
 import pytest
-from mlxserve_convert import convert
 
 from mlxserve.errors import MlxserveError, ModelError, RequestError
-from tests.convert.sources import tiny, write
+from tests.convert.sources import convert, tiny, write
 
 
 def refused(error, *words):
@@ -42,7 +41,7 @@ def nothing_left(tmp_path):
         ({"mode": "nvfp4", "group_size": 32}, ["group_size is 32", "nvfp4 takes 16"]),
         ({"mode": "int4"}, ["mode is 'int4'", "affine, mxfp4, mxfp8, nvfp4"]),
         ({"bits": 4, "dtype": "fp16"}, ["dtype is 'fp16'", "float16, bfloat16, float32"]),
-        ({"bits": 4, "dequantize": True}, ["isn't quantised"]),
+        ({"bits": 4, "dequantize": True}, ["dequantize is set", "isn't quantised"]),
     ],
     ids=str,
 )

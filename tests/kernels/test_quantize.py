@@ -40,13 +40,13 @@ def test_every_bit_is_mlx_s(kind, kernel_level):
         for group_size in (32, 64, 128):
             for bits in (2, 3, 4, 5, 6, 8):
                 expected = mx.quantize(x.astype(dtype), group_size=group_size, bits=bits)
-                got = quantize(x.astype(dtype), bits, group_size)
+                *got, _ = quantize(x.astype(dtype), bits, group_size)
                 assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
         for mode, (bits, group_size) in FLOATS.items():
             if kind == "subnormal":  # MLX's CPU operations give these a factor of up to 2^123
                 continue
             expected = mx.quantize(x.astype(dtype), group_size=group_size, bits=bits, mode=mode)
-            *got, biases = quantize(x.astype(dtype), bits, group_size, mode)
+            *got, biases, _ = quantize(x.astype(dtype), bits, group_size, mode)
             assert biases is None
             assert all(same_bits(a, b) for a, b in zip(got, expected, strict=True))
 
@@ -57,7 +57,7 @@ def test_numbers_below_every_scale_become_nothing(mode, kernel_level):
         pytest.skip("only on native kernels")
     bits, group_size = FLOATS[mode]
     w = mx.full((4, 64), 1e-42)
-    weight, scales, _ = quantize(w, bits, group_size, mode)
+    weight, scales, *_ = quantize(w, bits, group_size, mode)
     back = mx.dequantize(weight, scales, None, group_size, bits, mode=mode, dtype=mx.float32)
     assert float(mx.abs(back).max()) < 1e-37
 
@@ -70,7 +70,7 @@ def test_every_float_is_rounded_to_the_nearest(mode, kernel_level):
     grid = _values(codes, bits)
     rng = np.random.default_rng(1)
     x = rng.normal(size=(16, 96)).astype(np.float32)
-    weight, scales, _ = quantize(mx.array(x), bits, group_size, mode)
+    weight, scales, *_ = quantize(mx.array(x), bits, group_size, mode)
     per_word = 32 // bits
     shifts = np.arange(per_word, dtype=np.uint32) * bits
     found = (np.array(weight)[..., None] >> shifts & (1 << bits) - 1).reshape(x.shape)
@@ -103,18 +103,39 @@ def _scales(codes, mode):
     return np.exp2(codes.astype(np.float64) - 127)
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["random", "outliers", "zero"])
+def test_errors_are_those_of_what_is_stored(kind, dtype, kernel_level):
+    """In float64, over several parts of which the last isn't whole."""
+    rng = np.random.default_rng(2)
+    x = KINDS[kind](rng, rng.normal(size=(700, 384)))
+    w = mx.array(x.astype(np.float32)).astype(dtype)
+    schemes = [("affine", bits, 64) for bits in (2, 3, 4, 5, 6, 8)]
+    schemes += [(mode, *how) for mode, how in FLOATS.items()]
+    exact = np.array(w.astype(mx.float32), np.float64)
+    for mode, bits, group_size in schemes:
+        words, scales, biases, errors = quantize(w, bits, group_size, mode)
+        if biases is not None:
+            scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+        back = mx.dequantize(words, scales, biases, group_size, bits, mode=mode, dtype=mx.float32)
+        error, whole = np.array(errors).sum(axis=0, dtype=np.float64)
+        assert whole == pytest.approx((exact**2).sum(), rel=1e-4)
+        want = ((np.array(back, np.float64) - exact) ** 2).sum()
+        assert error == pytest.approx(want, rel=1e-3), (mode, bits)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_every_bit_of_a_large_matrix(bits, kernel_level):
     w = mx.random.normal((1000, 2048), key=mx.random.key(bits))
     expected = mx.quantize(w, group_size=64, bits=bits)
-    assert all(same_bits(a, b) for a, b in zip(quantize(w, bits, 64), expected, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(quantize(w, bits, 64)[:3], expected, strict=True))
 
 
 def test_strided_and_empty_matrices(kernel_level):
     w = mx.random.normal((64, 96), key=mx.random.key(0)).T
     expected = mx.quantize(mx.contiguous(w), group_size=32, bits=4)
-    assert all(same_bits(a, b) for a, b in zip(quantize(w, 4, 32), expected, strict=True))
+    assert all(same_bits(a, b) for a, b in zip(quantize(w, 4, 32)[:3], expected, strict=True))
 
 
 def test_wrong_arguments_are_refused_by_name():

@@ -120,7 +120,8 @@ class _Handler(BaseHTTPRequestHandler):
         for name, data in files.items():
             entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": "0" * 40}
             if name.endswith(LFS):
-                entry["lfs"] = {"sha256": digest(name, data), "size": len(data)}
+                sha256 = digest(name, data)
+                entry["lfs"] = {"sha256": sha256, "size": len(data), "pointerSize": 134}
             else:
                 entry["blobId"] = digest(name, data)
             siblings.append(entry)

@@ -113,6 +113,7 @@ struct Quantize {
   uint8_t* out;   // bits of q end to end, low bits first
   void* scales;   // [groups], of `number`
   void* biases;   // [groups], of `number`
+  float* errors;  // [2]: sums of squares over the groups, of what rounding changes, and of w
   int bits, group;
 };
 
@@ -123,6 +124,7 @@ struct QuantizeFloats {
   Number number;  // f32, f16 or bf16
   uint8_t* out;   // codes end to end, low bits first
   uint8_t* scales;
+  float* errors;    // as above
   int bits, group;  // 4 and 32, 8 and 32, or 4 and 16
 };
 

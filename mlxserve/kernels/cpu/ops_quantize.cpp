@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "bind.h"
 
 namespace nb = nanobind;
@@ -11,7 +13,28 @@ Number number_of(const char* op, const mx::array& w) {
   refuse(op, "w is " + text(w.dtype()) + ", expected a floating type");
 }
 
-// w [N, K] -> weight uint32 [N, K * bits / 32], scales and biases [N, K / group] in w's type.
+// Weights that one thread takes at a time; their sums of squares are a row of `errors`.
+constexpr int TILE = 1 << 16;
+
+int tiles_of(int n, int k) {
+  return static_cast<int>((static_cast<int64_t>(n) * k + TILE - 1) / TILE);
+}
+
+// Calls quantise(part, begin, end) for the groups of each tile. a: errors [tiles, 2].
+template <class A>
+void by_tiles(const A& a, int n, int k, void (*quantise)(const A&, int64_t, int64_t)) {
+  const int64_t groups = static_cast<int64_t>(n) * (k / a.group), step = TILE / a.group;
+  parallel_for(tiles_of(n, k), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t tile = begin; tile < end; tile++) {
+      A part = a;
+      part.errors += 2 * tile;
+      quantise(part, tile * step, std::min(groups, (tile + 1) * step));
+    }
+  });
+}
+
+// w [N, K] -> weight uint32 [N, K * bits / 32], scales and biases [N, K / group] in w's type, errors
+// float32 [tiles, 2]: sums of squares of the rounding and of w.
 std::vector<mx::array> quantize(const mx::array& w, int bits, int group) {
   const char* op = "quantize";
   require_ndim(op, "w", w, 2);
@@ -25,18 +48,18 @@ std::vector<mx::array> quantize(const mx::array& w, int bits, int group) {
     refuse(op,
            "K=" + std::to_string(k) + " isn't a multiple of the group " + std::to_string(group));
   const auto work = [=](const Inputs& in, const Outputs& out) {
-    const Quantize a{in[0], number, static_cast<uint8_t*>(out[0]), out[1], out[2], bits, group};
-    const int64_t groups = static_cast<int64_t>(n) * (k / group);
-    parallel_for(groups, (1 << 16) / group,
-                 [&](int64_t begin, int64_t end) { kernels().quantize(a, begin, end); });
+    auto* words = static_cast<uint8_t*>(out[0]);
+    auto* errors = static_cast<float*>(out[3]);
+    const Quantize a{in[0], number, words, out[1], out[2], errors, bits, group};
+    by_tiles(a, n, k, kernels().quantize);
   };
   const OutputSpec packed{{n, static_cast<int>(static_cast<int64_t>(k) * bits / 32)}, mx::uint32};
-  const OutputSpec per_group{{n, k / group}, w.dtype()};
-  return lazy(op, {w}, {packed, per_group, per_group}, work);
+  const OutputSpec per_group{{n, k / group}, w.dtype()}, errors{{tiles_of(n, k), 2}, mx::float32};
+  return lazy(op, {w}, {packed, per_group, per_group, errors}, work);
 }
 
 // w [N, K] -> weight uint32 [N, K * bits / 32], scales uint8 [N, K / group]: E8M0 for groups of 32,
-// E4M3 for those of 16.
+// E4M3 for those of 16; errors as above.
 std::vector<mx::array> quantize_floats(const mx::array& w, int bits, int group) {
   const char* op = "quantize_floats";
   require_ndim(op, "w", w, 2);
@@ -51,13 +74,13 @@ std::vector<mx::array> quantize_floats(const mx::array& w, int bits, int group) 
   const auto work = [=](const Inputs& in, const Outputs& out) {
     auto* codes = static_cast<uint8_t*>(out[0]);
     auto* scales = static_cast<uint8_t*>(out[1]);
-    const QuantizeFloats a{in[0], number, codes, scales, bits, group};
-    const int64_t groups = static_cast<int64_t>(n) * (k / group);
-    parallel_for(groups, (1 << 16) / group,
-                 [&](int64_t begin, int64_t end) { kernels().quantize_floats(a, begin, end); });
+    auto* errors = static_cast<float*>(out[2]);
+    const QuantizeFloats a{in[0], number, codes, scales, errors, bits, group};
+    by_tiles(a, n, k, kernels().quantize_floats);
   };
   const OutputSpec packed{{n, static_cast<int>(static_cast<int64_t>(k) * bits / 32)}, mx::uint32};
-  return lazy(op, {w}, {packed, {{n, k / group}, mx::uint8}}, work);
+  const OutputSpec scales{{n, k / group}, mx::uint8}, errors{{tiles_of(n, k), 2}, mx::float32};
+  return lazy(op, {w}, {packed, scales, errors}, work);
 }
 
 }  // namespace

@@ -29,6 +29,34 @@ static inline void store_number(void* p, int64_t i, float x) {
   }
 }
 
+// The nearest number of the type, half to even.
+template <Number N>
+static inline vf round_to(vf x) {
+  if constexpr (N == Number::f32) return x;
+  if constexpr (N == Number::f16) {
+    uint16_t lanes[LANES];
+    vstore_f16(lanes, x);
+    return vload_f16(lanes);
+  }
+  const vi bits = ibits(x), odd = iand(ishr(bits, 16), iset(1));
+  return vbits(iand(iadd(bits, iadd(iset(0x7fff), odd)), iset((int32_t)0xffff0000)));
+}
+
+// Sums of squares: of w, and of w less what stands for it.
+struct Squares {
+  vf error = vset(0), all = vset(0);
+
+  ALWAYS_INLINE void add(vf w, vf rounded) {
+    const vf off = vsub(w, rounded);
+    error = vfma(off, off, error);
+    all = vfma(w, w, all);
+  }
+  ALWAYS_INLINE void store(float* out) const {
+    out[0] = vsum(error);
+    out[1] = vsum(all);
+  }
+};
+
 // Of fields WIDTH bits wide, each pair's BITS low bits end to end, in a field twice as wide.
 template <int BITS, int WIDTH>
 ALWAYS_INLINE uint64_t join_fields(uint64_t x) {
@@ -97,14 +125,18 @@ static inline void scales_of(vf least, vf most, float top, vf* scale, vf* bias) 
 
 // A group's q, from the scale and bias in float32 and not from what is stored.
 template <Number N, int BITS>
-static inline void quantize_group(const Quantize& a, int64_t g, float scale, float bias) {
+static inline void quantize_group(const Quantize& a, int64_t g, float scale, float bias,
+                                  Squares& squares) {
   constexpr float top = (1 << BITS) - 1;
   const int64_t first = g * a.group;
   uint8_t* out = a.out + first * BITS / 8;
   const vf step = vset(scale), shift = vset(bias);
+  const vf stored_step = round_to<N>(step), stored_shift = round_to<N>(shift);
   for (int i = 0; i < a.group; i += LANES, out += 2 * BITS) {
-    const vf q = vround(vdiv(vsub(load_number<N>(a.w, first + i), shift), step));
-    pack16<BITS>(vtoint(vmin(vmax(q, vset(0)), vset(top))), out);
+    const vf w = load_number<N>(a.w, first + i);
+    const vf q = vmin(vmax(vround(vdiv(vsub(w, shift), step)), vset(0)), vset(top));
+    pack16<BITS>(vtoint(q), out);
+    squares.add(w, vfma(q, stored_step, stored_shift));
   }
   store_number<N>(a.scales, g, scale);
   store_number<N>(a.biases, g, bias);
@@ -113,6 +145,7 @@ static inline void quantize_group(const Quantize& a, int64_t g, float scale, flo
 // 16 groups at a time, in three passes, so that no group waits for the one before.
 template <Number N, int BITS>
 static inline void quantize_groups(const Quantize& a, int64_t begin, int64_t end) {
+  Squares squares;
   for (int64_t g = begin; g < end; g += LANES) {
     const int n = end - g < LANES ? (int)(end - g) : LANES;
     alignas(64) float least[LANES] = {}, most[LANES] = {}, scales[LANES], biases[LANES];
@@ -121,8 +154,9 @@ static inline void quantize_groups(const Quantize& a, int64_t begin, int64_t end
     scales_of(vload(least), vload(most), (1 << BITS) - 1, &scale, &bias);
     vstore(scales, scale);
     vstore(biases, bias);
-    for (int i = 0; i < n; i++) quantize_group<N, BITS>(a, g + i, scales[i], biases[i]);
+    for (int i = 0; i < n; i++) quantize_group<N, BITS>(a, g + i, scales[i], biases[i], squares);
   }
+  squares.store(a.errors);
 }
 
 template <Number N>

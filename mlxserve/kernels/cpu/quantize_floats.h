@@ -1,6 +1,7 @@
 // Quantisation to small floats (mxfp4, mxfp8, nvfp4), every bit as mx.quantize gives it on a CPU.
 #pragma once
 
+#include "codecs.h"
 #include "kernels.h"
 #include "quantize.h"
 #include "simd.h"
@@ -8,19 +9,6 @@
 namespace KERNELS {
 
 using mlxserve::QuantizeFloats;
-
-// The nearest number of the type, half to even: MLX rounds after every step to the type of w.
-template <Number N>
-static inline vf round_to(vf x) {
-  if constexpr (N == Number::f32) return x;
-  if constexpr (N == Number::f16) {
-    uint16_t lanes[LANES];
-    vstore_f16(lanes, x);
-    return vload_f16(lanes);
-  }
-  const vi bits = ibits(x), odd = iand(ishr(bits, 16), iset(1));
-  return vbits(iand(iadd(bits, iadd(iset(0x7fff), odd)), iset((int32_t)0xffff0000)));
-}
 
 // The smallest power of two that is at least x > 0, as its exponent + 127; 0 for all below 2^-127,
 // as on Metal. (MLX's CPU operations wrap around there, to factors of 2^123.)
@@ -42,6 +30,15 @@ static inline vi to_e2m1(vf x) {
   return vtoint(code);
 }
 
+// What codes of E2M1 stand for.
+static inline vf from_e2m1(vi x) {
+  const vi magnitude = iand(x, iset(7));
+  const vf normal = vbits(iadd(ishl(magnitude, 22), iset(126 << 23)));
+  const vf small = vsub(vbits(iadd(ishl(magnitude, 22), iset(127 << 23))), vset(1));
+  const vf y = vselect_less(vfrom(magnitude), vset(2), small, normal);
+  return vbits(ior(ibits(y), ishl(iand(x, iset(8)), 28)));
+}
+
 // Codes of E4M3, half to even; what is larger than 448 becomes 448.
 static inline vi to_e4m3(vf x) {
   const vi bits = ibits(x), rest = iand(bits, iset(0x7fffffff)),
@@ -55,7 +52,7 @@ static inline vi to_e4m3(vf x) {
 }
 
 template <Number N, int BITS, int GROUP>
-static inline void quantize_float_group(const QuantizeFloats& a, int64_t g) {
+static inline void quantize_float_group(const QuantizeFloats& a, int64_t g, Squares& squares) {
   constexpr int vectors = GROUP / LANES;
   constexpr float largest = BITS == 4 ? 6.0f : 448.0f;
   vf w[vectors], most = vset(0);
@@ -75,14 +72,19 @@ static inline void quantize_float_group(const QuantizeFloats& a, int64_t g) {
   a.scales[g] = scale;
   uint8_t* out = a.out + g * GROUP * BITS / 8;
   for (int i = 0; i < vectors; i++, out += 2 * BITS) {
+    // MLX rounds after every step to the type of w.
     const vf x = step == 0 ? vset(0) : round_to<N>(vdiv(w[i], vset(step)));
-    pack16<BITS>(BITS == 4 ? to_e2m1(x) : to_e4m3(x), out);
+    const vi codes = BITS == 4 ? to_e2m1(x) : to_e4m3(x);
+    pack16<BITS>(codes, out);
+    squares.add(w[i], vmul(BITS == 4 ? from_e2m1(codes) : from_e4m3(codes), vset(step)));
   }
 }
 
 template <Number N, int BITS, int GROUP>
 static inline void quantize_float_groups(const QuantizeFloats& a, int64_t begin, int64_t end) {
-  for (int64_t g = begin; g < end; g++) quantize_float_group<N, BITS, GROUP>(a, g);
+  Squares squares;
+  for (int64_t g = begin; g < end; g++) quantize_float_group<N, BITS, GROUP>(a, g, squares);
+  squares.store(a.errors);
 }
 
 template <Number N>
