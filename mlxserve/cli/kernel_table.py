@@ -6,7 +6,7 @@ from mlxserve.cli import models, terminal
 from mlxserve.kernels import registry, verdicts
 from mlxserve.kernels.metal.launch import runner
 from mlxserve.kernels.registry import Choice
-from mlxserve.kernels.uses import AttentionUse, MatmulUse, Use
+from mlxserve.kernels.uses import AttentionUse, MatmulUse, SealUse, Use
 from mlxserve.models.load import kernel_uses
 from mlxserve.sources.checkpoint import open_checkpoint
 from mlxserve.sources.resolve import resolve
@@ -16,6 +16,8 @@ COMMON_USES: tuple[Use, ...] = (
     AttentionUse(9, 3, 64, "float16"),  # SmolLM2 135M
     AttentionUse(4, 1, 256, "bfloat16", window=512),  # Gemma 3 1B
     AttentionUse(32, 8, 128, "bfloat16", key_bits=8, value_bits=8),  # the first with --kv-bits 8
+    SealUse("keys", 8, 128, "bfloat16", 8),
+    SealUse("values", 8, 128, "bfloat16", 8),
     MatmulUse(4096, 4096, 4, 64, "bfloat16"),  # Llama 3 8B: queries
     MatmulUse(14336, 4096, 4, 64, "bfloat16"),  # its MLP
 )

@@ -4,19 +4,27 @@ from types import ModuleType
 
 import mlx.core as mx
 
+from mlxserve.kernels.metal.pack_pages import pack_launch
 from mlxserve.kernels.pages import (
     PAGE_TOKENS,
+    PackedPages,
+    Pool,
     PoolSides,
     Sides,
     arrays_of,
+    dtype_name,
     keys_like,
     pack_keys,
     pack_values,
     page_tokens,
     pool_of,
+    side_bits,
     values_like,
 )
-from mlxserve.kernels.registry import native
+from mlxserve.kernels.registry import metal, native
+from mlxserve.kernels.uses import AttentionUse, SealUse
+
+SIDES = ("keys", "values")
 
 
 def append(
@@ -71,13 +79,41 @@ def _reference(
     if index.size:
         for hot_x, new in zip(hot, x, strict=True):
             hot_x[index] = new
-    # Page by page, in slices: each takes a third of a scatter's time.
-    for source, target in [] if moves is None else moves.tolist():  # type: ignore[union-attr]
-        for hot_x, pool_x, like in zip(hot, pool, (keys_like, values_like), strict=False):
-            page = hot_x[source * tokens : (source + 1) * tokens].swapaxes(0, 1)[None]
-            for into, part in zip(arrays_of(pool_x), arrays_of(like(pool_x, page)), strict=True):
-                into[target] = part[0]
+    if moves is not None and moves.size:
+        for side, hot_x, pool_x in zip(SIDES, hot, pool, strict=False):
+            _seal(side, hot_x, pool_x, moves, tokens)
     return hot, pool
+
+
+def _seal(side: str, hot: mx.array, pool: Pool, moves: mx.array, tokens: int) -> None:
+    """Copy pages of one side, packed where the pool is: by our Metal kernel, if it was chosen."""
+    if isinstance(pool, PackedPages) and tokens == PAGE_TOKENS:
+        asked = use(side, hot, pool)
+        if (run := metal(asked)) is not None:
+            sources, targets = moves[:, 0], moves[:, 1]
+            packed = run(pack_launch(hot, sources, asked.bits, keys=side == "keys"))
+            for into, part in zip(pool, packed, strict=True):
+                into[targets] = part
+            return
+    like = keys_like if side == "keys" else values_like
+    # Page by page, in slices: each takes a third of a scatter's time.
+    for source, target in moves.tolist():  # type: ignore[union-attr]
+        page = hot[source * tokens : (source + 1) * tokens].swapaxes(0, 1)[None]
+        for into, part in zip(arrays_of(pool), arrays_of(like(pool, page)), strict=True):
+            into[target] = part[0]
+
+
+def use(side: str, hot: mx.array, pool: PackedPages) -> SealUse:
+    """What sealing pages of a side asks of the op. hot: `[n_hot * P, Hk, D]`."""
+    _, heads, dim = hot.shape
+    return SealUse(side, heads, dim, dtype_name(hot.dtype), side_bits(side, pool))
+
+
+def uses(asked: AttentionUse) -> list[SealUse]:
+    """The same of layers that attend so, over pages that are packed."""
+    sides = zip(SIDES, (asked.key_bits, asked.value_bits), strict=True)
+    sizes = asked.kv_heads, asked.dim, asked.dtype
+    return [SealUse(side, *sizes, bits) for side, bits in sides if bits]
 
 
 def check(kernels: ModuleType) -> None:

@@ -130,10 +130,16 @@ def packed_bits(pool: PoolSides) -> tuple[int, int]:
     By two shapes alone, since every layer of a step asks: that arrays fit isn't checked.
     """
     keys, values = pool
-    return (
-        keys.codes.shape[-1] * 32 // PAGE_TOKENS if isinstance(keys, PackedPages) else 0,
-        values.codes.shape[-1] // values.scales.shape[-1] if isinstance(values, PackedPages) else 0,
-    )
+    return side_bits("keys", keys), side_bits("values", values)
+
+
+def side_bits(side: str, pool: Pool) -> int:
+    """The same of one side. side: "keys" or "values"."""
+    if not isinstance(pool, PackedPages):
+        return 0
+    if side == "keys":
+        return pool.codes.shape[-1] * 32 // PAGE_TOKENS
+    return pool.codes.shape[-1] // pool.scales.shape[-1]
 
 
 def _key_bits(packed: PackedPages, tokens: int) -> int:

@@ -273,7 +273,7 @@ def _asked(op: str) -> str | None:
     for named, wanted in overrides.items():
         if wanted == "metal" and named and named not in ours:
             raise RequestError(
-                f"MLXSERVE_KERNELS asks for metal {named}; only {' and '.join(ours)} have Metal "
+                f"MLXSERVE_KERNELS asks for metal {named}; only {', '.join(ours)} have Metal "
                 "kernels"
             )
     return overrides.get(op, overrides.get(""))

@@ -30,6 +30,7 @@ from mlxserve.report import one_line, show
 CHECKS = {
     "attention": "mlxserve.kernels.metal.attention_check",
     "matmul": "mlxserve.kernels.metal.matmul_check",
+    "append": "mlxserve.kernels.metal.pack_check",
 }
 # What this process imports, the other imports too. Not by PYTHONPATH, which comes before the
 # standard library even while Python starts.

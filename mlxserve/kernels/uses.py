@@ -68,5 +68,23 @@ class MatmulUse:
         return ", ".join(parts)
 
 
-Use = AttentionUse | MatmulUse
-USES: dict[str, type[Use]] = {"attention": AttentionUse, "matmul": MatmulUse}
+@dataclass(frozen=True, slots=True)
+class SealUse:
+    """Packing full pages of keys or values that are alike.
+
+    side: "keys" or "values"; heads, dim: of it; dtype: of hot pages, by MLX's name; bits: 8 or 4.
+    """
+
+    op: ClassVar[str] = "append"
+    side: str
+    heads: int
+    dim: int
+    dtype: str
+    bits: int
+
+    def __str__(self) -> str:
+        return f"{self.side} {self.heads}/{self.dim} {self.dtype} to {self.bits} bits"
+
+
+Use = AttentionUse | MatmulUse | SealUse
+USES: dict[str, type[Use]] = {use.op: use for use in (AttentionUse, MatmulUse, SealUse)}

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from mlxserve import device
 from mlxserve.errors import ModelError, RequestError
-from mlxserve.kernels import matmul, registry
+from mlxserve.kernels import append, matmul, registry
 from mlxserve.kernels.matmul import KernelWeight, PanelWeight, Weight
 from mlxserve.kernels.metal.launch import runner
 from mlxserve.kernels.quantized import PackedWeight
@@ -111,7 +111,10 @@ def _choose_kernels(
     cancelled: Callable[[], bool],
 ) -> None:
     """Decide on Metal kernels while the GPU is idle and memory free, before weights are there."""
-    places = {use: f"layers {', '.join(map(str, layers))}" for use, layers in attention.items()}
+    places: dict[Use, str] = {}
+    for use, layers in attention.items():
+        asked = (use, *append.uses(use))
+        places |= dict.fromkeys(asked, f"layers {', '.join(map(str, layers))}")
     places |= {use: f"{len(names)} matrices" for use, names in matmuls.items()}
     choices = registry.choose(places, cancelled=cancelled)
     for (use, place), choice in zip(places.items(), choices, strict=True):

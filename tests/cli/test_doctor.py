@@ -134,13 +134,14 @@ main()
 def test_kernels_that_fail_are_reported_and_make_the_exit_code_1(cli):
     done = cli("doctor", "--kernels", **stand_in("broken"))
     assert done.code == 1
-    ops = ("attention ", "matmul ")
+    ops = ("attention ", "append  ", "matmul ")
     lines = [line for line in done.stdout.splitlines() if line.startswith(ops)]
-    uses = ("32/8/128 bfloat16", "9/3/64 ", "4/1/256 ", "packed 8/8", "4096x4096 ", "14336x4096 ")
+    uses = ("32/8/128 bfloat16", "9/3/64 ", "4/1/256 ", "packed 8/8")
+    uses += ("keys 8/128 ", "values 8/128 ", "4096x4096 ", "14336x4096 ")
     for line, use in zip(lines, uses, strict=True):
         assert use in line
         assert " failed  reference  the Metal kernel failed its check: RuntimeError: " in line
-    assert done.stderr.count("please report this line") == 6
+    assert done.stderr.count("please report this line") == 8
 
 
 def test_kernels_of_a_model(cli, tiny_model_dir):

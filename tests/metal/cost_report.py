@@ -18,7 +18,7 @@ from mlxserve.kernels.metal.launch import Launch
 from mlxserve.kernels.metal.paged_attention import Found
 from mlxserve.kernels.metal.plan import DecodePlan
 from mlxserve.kernels.pages import empty_pool
-from tests.metal import matmul_cost
+from tests.metal import matmul_cost, pack_cost
 from tests.support.metal import Cost, cost
 
 TABLE = Path(__file__).with_name("COST.md")
@@ -160,7 +160,7 @@ def _cache_bytes(counted: Cost) -> int:
 
 
 def table(rows: dict[Case, Row]) -> str:
-    """All of the file but for matmuls."""
+    """The section of decode attention."""
     named = ", ".join(map(str, LENGTHS[:-1])) + f" and {LENGTHS[-1]}"
     lines = [HEAD.format(lengths=named)]
     for case, row in rows.items():
@@ -179,7 +179,8 @@ def table(rows: dict[Case, Row]) -> str:
 
 if __name__ == "__main__":
     text = table({case: measure(case, LENGTHS) for case in CASES})
-    text += matmul_cost.table({case: matmul_cost.measure(case) for case in matmul_cost.CASES})
+    for each in (pack_cost, matmul_cost):
+        text += each.table({case: each.measure(case) for case in each.CASES})
     if "--write" in sys.argv[1:]:
         TABLE.write_text(text, "utf-8")
     print(text)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.metal import matmul_cost
+from tests.metal import matmul_cost, pack_cost
 from tests.metal.cost_report import CASES, LENGTHS, TABLE, measure, table
 
 
@@ -16,11 +16,15 @@ def matmul_rows():
     return {case: matmul_cost.measure(case) for case in matmul_cost.CASES}
 
 
+@pytest.fixture(scope="module")
+def pack_rows():
+    return {case: pack_cost.measure(case) for case in pack_cost.CASES}
+
+
 @pytest.mark.full
-def test_the_committed_table_is_that_of_the_kernels(rows, matmul_rows):
-    assert TABLE.read_text("utf-8") == table(rows) + matmul_cost.table(matmul_rows), (
-        "run `python -m tests.metal.cost_report --write`"
-    )
+def test_the_committed_table_is_that_of_the_kernels(rows, pack_rows, matmul_rows):
+    text = table(rows) + pack_cost.table(pack_rows) + matmul_cost.table(matmul_rows)
+    assert TABLE.read_text("utf-8") == text, "run `python -m tests.metal.cost_report --write`"
 
 
 @pytest.mark.full
@@ -41,3 +45,11 @@ def test_weights_are_read_once_and_whole(matmul_rows):
         assert row.bytes_ratio <= 1.05, case
         if case.inputs >= 4096:
             assert row.lines_ratio <= 1.15, case
+
+
+@pytest.mark.full
+def test_pages_are_packed_in_one_reading(pack_rows):
+    for case, row in pack_rows.items():
+        assert row.bytes_ratio <= 1.01, case
+        if case.dim != 80:
+            assert row.lines_ratio <= 1.10, case

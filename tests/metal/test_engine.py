@@ -89,9 +89,9 @@ def launched(monkeypatch):
 ], ids=str)  # fmt: skip
 def test_answers_are_those_of_the_reference(monkeypatch, launched, name, options):
     tiny = MODELS[name]()
-    metal = "reference,attention=metal"
+    metal = "reference,attention=metal,append=metal"
     got = answers(monkeypatch, tiny, metal, emulated.__name__, **options)
-    packed = {"packed_attention"} if "kv_bits" in options else set()
+    packed = {"packed_attention", "pack_pages"} if "kv_bits" in options else set()
     assert launched == {"paged_attention", "paged_attention_merge"} | packed
     expected = answers(monkeypatch, tiny, "reference", "", **options)
     for request, tokens in expected.items():

@@ -71,7 +71,7 @@ def every_mutant():
 @cache
 def case(dtype, keys, bits):
     """Pages of two heads, in several tiles; some groups aren't finite, or have no width."""
-    x = np.array(hot_pages(3, 2, 80, dtype).astype(mx.float32))
+    x = np.array(hot_pages(3, 2, 160 if keys else 144, dtype).astype(mx.float32))
     x[70, 0, 5], x[80, 1, 50], x[100, 0, 20] = np.nan, np.inf, -np.inf
     x[64:128, 0, 30:66] = -0.0
     if dtype == mx.bfloat16:

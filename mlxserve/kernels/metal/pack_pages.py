@@ -11,7 +11,7 @@ from mlxserve.kernels.metal.launch import Kernel, Launch, source
 from mlxserve.kernels.pages import PAGE_TOKENS, VALUE_GROUP
 
 THREADS = 128
-TILE_NUMBERS = 4096  # of 16 bits, in threadgroup memory
+TILE_NUMBERS = 8192  # of 16 bits, in threadgroup memory
 
 
 def pack_launch(hot: mx.array, ids: mx.array, bits: int, *, keys: bool) -> Launch:

@@ -22,7 +22,7 @@ def compute(launch):
     compute_one = COMPUTE[launch.kernel.name]
     outs = compute_one(launch, dict(launch.template), *map(_numpy, launch.arrays))
     return [
-        mx.array(out.astype(np.float32)).astype(dtype)
+        mx.array(out) if dtype == mx.uint32 else mx.array(out.astype(np.float32)).astype(dtype)
         for out, dtype in zip(outs, launch.dtypes, strict=True)
     ]
 
@@ -123,9 +123,34 @@ def _quantized_matmul(launch, template, x, words, scales, biases):
     return [x @ _unpacked(words, scales, biases, template["BITS"]).T]
 
 
+def _pack_pages(launch, template, hot, ids):
+    pages = hot.reshape(-1, P, *hot.shape[1:])[ids]
+    if template["KEYS"]:
+        groups = pages.transpose(0, 2, 3, 1)[..., None, :]
+    else:
+        dim = template["D"]
+        padded = np.pad(pages, [(0, 0)] * 3 + [(0, -dim % 32)], mode="edge").swapaxes(1, 2)
+        groups = padded.reshape(*padded.shape[:-1], -1, 32)
+    groups = groups.astype(np.float32)
+    top = np.float32(2 ** template["BITS"] - 1)
+    finite = np.isfinite(groups).all(-1)
+    with np.errstate(invalid="ignore", over="ignore"):
+        low, high = groups.min(-1), groups.max(-1)
+        scales = np.where(finite, np.minimum((high - low) / top, 65504), 0).astype(np.float16)
+        biases = np.where(finite, np.clip(low, -65504, 65504), np.nan).astype(np.float16)
+        scale, bias = (x.astype(np.float32)[..., None] for x in (scales, biases))
+        known = (scale > 0) & finite[..., None]
+        steps = np.divide(groups - bias, scale, out=np.zeros_like(groups), where=known)
+    codes = np.clip(np.rint(steps), 0, top).astype(np.uint32)
+    codes = codes.reshape(*launch.shapes[0], -1)
+    words = (codes << np.arange(0, 32, template["BITS"], dtype=np.uint32)).sum(-1, dtype=np.uint32)
+    return [words, *(x.reshape(launch.shapes[1]) for x in (scales, biases))]
+
+
 COMPUTE = {
     "paged_attention": _parts,
     "packed_attention": _packed_parts,
     "paged_attention_merge": _merge,
     "quantized_matmul": _quantized_matmul,
+    "pack_pages": _pack_pages,
 }
