@@ -1,7 +1,7 @@
 """`bench kernels`: figures of what ops reach, of sizes that can be counted by hand."""
 
+import itertools
 import json
-import math
 
 import mlx.core as mx
 import numpy as np
@@ -88,14 +88,30 @@ def test_references_are_used_only_meanwhile():
     assert {op: registry.native(op) for op in registry.OPS} == before
 
 
-def test_a_call_that_takes_longer_than_the_budget_is_made_once():
+def test_a_call_that_takes_longer_than_the_budget_is_made_once(monkeypatch):
     calls = []
+
+    def timed(run):
+        before = len(calls)
+        run()
+        return 0.25 * (len(calls) - before) / 16  # exact in binary
 
     def make(number):
         return lambda: calls.append(number) or mx.zeros(1)
 
-    slow = bench.Case("norm", "one", 1 << 20, 0, make)
-    assert bench._seconds(slow, 0.0) > 0
+    monkeypatch.setattr(bench, "_timed", timed)
+    case = bench.Case("norm", "one", 1 << 20, 0, make)
+    assert bench._seconds(case, 0.015) == 0.25 / 16
     assert calls == [0]
-    assert bench._seconds(slow, 0.01) < math.inf
-    assert set(calls) == set(range(16))
+    assert bench._seconds(case, 0.045) == 0.25 / 16  # one after another: three layers fit
+    assert set(calls) == {0, 1, 2}
+    monkeypatch.setattr(bench, "_timed", lambda run: run() or 1e-6)
+    assert bench._seconds(case, 0.001) == pytest.approx(1e-6 / 16)
+    assert set(calls) == set(range(16))  # and no more than there are
+
+
+def test_the_first_call_which_compiles_does_not_count(monkeypatch):
+    took = itertools.chain([0.01], itertools.repeat(0.002))
+    monkeypatch.setattr(bench, "_timed", lambda run: next(took))
+    case = bench.Case("norm", "one", 1 << 30, 0, lambda number: mx.zeros(1))
+    assert bench._seconds(case, 0.02) == 0.002
