@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 STATE, JOURNAL, LOCK = "state.json", "journal", "lock"
 PIECE_BYTES = 1 << 20
-FLUSH_BYTES = 256 << 20  # written, until the disk is told to begin with them
+FLUSH_BYTES = 64 << 20  # written, until the disk is told to begin with them
 FORMAT = 2  # of all this: a directory of another version starts over
 
 
