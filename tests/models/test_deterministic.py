@@ -122,9 +122,10 @@ def test_otherwise_the_kernel_serves_as_many_rows_as_it_is_faster_at(monkeypatch
 
 
 def test_mlx_own_matmul_on_a_cpu_is_refused(monkeypatch):
-    monkeypatch.setenv("MLXSERVE_KERNELS", "matmul=reference")
     if registry.recorder() is None:
         pytest.skip("only on machines with native kernels")
+    monkeypatch.setenv("MLXSERVE_KERNELS", "matmul=reference")
+    registry.forget()
     tiny = tiny_llama()
     name = r"model\.layers\.0\.self_attn\.q_proj"
     with pytest.raises(RequestError, match=f"with {name}: MLX's own matmul sums in another order"):
