@@ -58,6 +58,12 @@ class Verdict:
         return sum(timing.faster for timing in self.timings)
 
     @property
+    def mostly_faster(self) -> tuple[bool, str]:
+        """Whether it is at most sizes, and that in words."""
+        count = len(self.timings)
+        return 2 * self.faster_at > count, f"faster at {self.faster_at} of {count} sizes"
+
+    @property
     def faster_up_to(self) -> int:
         """The most rows that were timed, if the kernel is faster at them and at all fewer; or 0."""
         most = 0

@@ -34,6 +34,15 @@ def mutants_of(text, swapped):
         yield f"{old} -> {new}", _replaced(text, found, new)
 
 
+def kernel_mutants(kernel, swapped, headers):
+    """What each is, and the kernel's source and header. headers: by name, (text, swapped)."""
+    for what, text in mutants_of(kernel.source, swapped):
+        yield what, text, kernel.header
+    for name, (part, swapped_there) in headers.items():
+        for what, text in mutants_of(part, swapped_there):
+            yield f"{name}: {what}", kernel.source, kernel.header.replace(part, text)
+
+
 def _place(text, found):
     line = text.count("\n", 0, found.start())
     begin = text.rfind("\n", 0, found.start()) + 1

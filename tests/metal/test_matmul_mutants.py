@@ -9,7 +9,7 @@ import pytest
 from mlxserve.kernels.metal import quantized_matmul
 from mlxserve.kernels.metal.launch import source
 from tests.metal.matmuls import exact, random_case
-from tests.metal.mutation import mutants_of, params
+from tests.metal.mutation import kernel_mutants, params
 from tests.support.metal import KernelError, cost, emulate
 
 pytestmark = pytest.mark.full
@@ -77,11 +77,8 @@ def mutants():
 
 
 def every_mutant():
-    """What it is, and its source and header."""
-    for what, text in mutants_of(KERNEL.source, SWAPPED):
-        yield what, text, KERNEL.header
-    for what, text in mutants_of(WEIGHTS, SWAPPED_WEIGHTS):
-        yield f"weights: {what}", KERNEL.source, KERNEL.header.replace(WEIGHTS, text)
+    headers = {"weights": (WEIGHTS, SWAPPED_WEIGHTS)}
+    return kernel_mutants(KERNEL, SWAPPED, headers)
 
 
 @cache

@@ -9,7 +9,7 @@ import pytest
 
 from mlxserve.kernels.metal.launch import source
 from mlxserve.kernels.metal.pack_pages import PACK_PAGES, pack_launch
-from tests.metal.mutation import mutants_of, params
+from tests.metal.mutation import kernel_mutants, params
 from tests.metal.test_pack_pages import expected, hot_pages
 from tests.support.metal import KernelError, emulate
 
@@ -61,11 +61,8 @@ SWAPPED_PLACES = [
 
 
 def every_mutant():
-    """What it is, and its source and header."""
-    for what, text in mutants_of(PACK_PAGES.source, SWAPPED):
-        yield what, text, PACK_PAGES.header
-    for what, text in mutants_of(PLACES, SWAPPED_PLACES):
-        yield f"places: {what}", PACK_PAGES.source, PACK_PAGES.header.replace(PLACES, text)
+    headers = {"places": (PLACES, SWAPPED_PLACES)}
+    return kernel_mutants(PACK_PAGES, SWAPPED, headers)
 
 
 @cache

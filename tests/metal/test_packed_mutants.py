@@ -12,7 +12,7 @@ from mlxserve.kernels.metal import packed_attention, paged_attention
 from mlxserve.kernels.metal.launch import source
 from mlxserve.kernels.pages import PackedPages
 from tests.kernels.paged import Paged
-from tests.metal.mutation import attends_rightly, mutants_of, params
+from tests.metal.mutation import attends_rightly, kernel_mutants, params
 from tests.support.metal import cost, emulate
 
 pytestmark = pytest.mark.full
@@ -143,13 +143,8 @@ def mutants():
 
 
 def every_mutant():
-    """What it is, and its source and header."""
-    for what, text in mutants_of(KERNEL.source, SWAPPED):
-        yield what, text, KERNEL.header
-    for what, text in mutants_of(CODES, SWAPPED_CODES):
-        yield f"codes: {what}", KERNEL.source, KERNEL.header.replace(CODES, text)
-    for what, text in mutants_of(NUMBERS, SWAPPED_NUMBERS):
-        yield f"numbers: {what}", KERNEL.source, KERNEL.header.replace(NUMBERS, text)
+    headers = {"codes": (CODES, SWAPPED_CODES), "numbers": (NUMBERS, SWAPPED_NUMBERS)}
+    return kernel_mutants(KERNEL, SWAPPED, headers)
 
 
 @cache

@@ -3,7 +3,6 @@
 Both are compared with `kernels.attention.paged_attention`, which has to be the reference here.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from mlxserve.kernels.metal.launch import Runner
 from mlxserve.kernels.metal.packed_attention import part_pages
 from mlxserve.kernels.metal.paged_attention import decode_attention
 from mlxserve.kernels.metal.plan import DecodePlan
+from mlxserve.kernels.metal.race import race
 from mlxserve.kernels.pages import (
     PAGE_TOKENS,
     Pool,
@@ -103,8 +103,7 @@ def measure(use: AttentionUse, run: Runner) -> list[Timing]:
 
 def judge(use: AttentionUse, verdict: Verdict) -> tuple[bool, str]:
     """Whether to use a kernel that is right, and why: it must be faster at most sizes."""
-    reason = f"faster at {verdict.faster_at} of {len(verdict.timings)} sizes"
-    return 2 * verdict.faster_at > len(verdict.timings), reason
+    return verdict.mostly_faster
 
 
 def _measure(use: AttentionUse, run: Runner, tokens: int, rows: int) -> Timing:
@@ -130,14 +129,8 @@ def _measure(use: AttentionUse, run: Runner, tokens: int, rows: int) -> Timing:
     def reference(q: mx.array) -> mx.array:
         return paged_attention(q, *cache, described, **how, window=use.window)
 
-    best = [math.inf, math.inf]
-    for attend in (kernel, reference):
-        _seconds(attend, q)  # compiles, and touches the memory
-    end = time.perf_counter() + BUDGET_S
-    while time.perf_counter() < end:
-        for i, attend in enumerate((kernel, reference)):  # in turn, since a GPU's clock varies
-            best[i] = min(best[i], _seconds(attend, q))
-    return Timing(rows, tokens, *best)
+    seconds = race(lambda: _seconds(kernel, q), lambda: _seconds(reference, q), BUDGET_S)
+    return Timing(rows, tokens, *seconds)
 
 
 def _seconds(attend: Callable[[mx.array], mx.array], q: mx.array) -> float:

@@ -3,7 +3,6 @@
 Right is also that a row has the same bits whatever else is in the batch.
 """
 
-import math
 import time
 from collections.abc import Callable
 
@@ -12,6 +11,7 @@ import numpy as np
 
 from mlxserve.kernels.metal.launch import Runner
 from mlxserve.kernels.metal.quantized_matmul import BITS, GROUPS, OUTPUTS, quantized_rows
+from mlxserve.kernels.metal.race import race
 from mlxserve.kernels.quantized import PackedWeight, quantized_matmul
 from mlxserve.kernels.registry import TOLERANCE, check_close
 from mlxserve.kernels.uses import MatmulUse
@@ -133,15 +133,10 @@ def _measure(x: mx.array, weights: list[PackedWeight], run: Runner) -> Timing:
     def reference(packed: PackedWeight) -> mx.array:
         return quantized_matmul(x, packed)
 
-    best = [math.inf, math.inf]
-    for multiply in (kernel, reference):
-        _seconds(multiply, weights)  # compiles, and touches the memory
-    end = time.perf_counter() + BUDGET_S
-    while True:
-        for i, multiply in enumerate((kernel, reference)):  # in turn, since a GPU's clock varies
-            best[i] = min(best[i], _seconds(multiply, weights))
-        if time.perf_counter() > end:
-            return Timing(x.shape[0], 0, *best)
+    seconds = race(
+        lambda: _seconds(kernel, weights), lambda: _seconds(reference, weights), BUDGET_S
+    )
+    return Timing(x.shape[0], 0, *seconds)
 
 
 def _seconds(multiply: Callable[[PackedWeight], mx.array], weights: list[PackedWeight]) -> float:

@@ -4,7 +4,6 @@ Right is what `kernels.pages` describes, in float32 on the CPU. Where a number l
 between two codes, arithmetic that is a little off may take the other one.
 """
 
-import math
 import time
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from mlxserve.kernels.metal.launch import Runner
 from mlxserve.kernels.metal.pack_pages import pack_launch
+from mlxserve.kernels.metal.race import race
 from mlxserve.kernels.pages import (
     PAGE_TOKENS,
     PackedPages,
@@ -78,8 +78,7 @@ def measure(use: SealUse, run: Runner) -> list[Timing]:
 
 def judge(use: SealUse, verdict: Verdict) -> tuple[bool, str]:
     """Whether to use a kernel that is right, and why: it must be faster at most sizes."""
-    reason = f"faster at {verdict.faster_at} of {len(verdict.timings)} sizes"
-    return 2 * verdict.faster_at > len(verdict.timings), reason
+    return verdict.mostly_faster
 
 
 def _contents(use: SealUse, pages: int) -> mx.array:
@@ -111,15 +110,7 @@ def _measure(use: SealUse, run: Runner, pages: int) -> Timing:
     def reference() -> object:
         return [_pack(use, hot, (page,)) for page in range(pages)]
 
-    best = [math.inf, math.inf]
-    for pack in (kernel, reference):
-        _seconds(pack)  # compiles, and touches the memory
-    end = time.perf_counter() + BUDGET_S
-    while True:
-        for i, pack in enumerate((kernel, reference)):  # in turn, since a GPU's clock varies
-            best[i] = min(best[i], _seconds(pack))
-        if time.perf_counter() > end:
-            return Timing(pages, 0, *best)
+    return Timing(pages, 0, *race(lambda: _seconds(kernel), lambda: _seconds(reference), BUDGET_S))
 
 
 def _seconds(pack: Callable[[], object]) -> float:

@@ -17,7 +17,6 @@ from mlxserve.kernels.quantized import PackedWeight
 
 BITS = (4, 8)
 GROUPS = (32, 64, 128)
-DTYPES = ("float16", "bfloat16")
 OUTPUTS = 32  # of a threadgroup
 # What it is compiled for; other numbers of rows take the next, and compute rows of zeros.
 ROWS = (1, 2, 4, 8, 12, 16)
