@@ -4,7 +4,6 @@ Both read the same windows of tokens (`perplexity.windows`), and whole distribut
 each in float64. A window's logits of both models are in memory at once, and nothing larger.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from mlxserve.kernels import matmul
 from mlxserve.llm import LLM
 from mlxserve.memory import device_limit_bytes
 from mlxserve.models import registry
-from mlxserve.perplexity import windows
+from mlxserve.perplexity import perplexity, windows
 from mlxserve.report import count_binary, show
 from mlxserve.sources.checkpoint import open_checkpoint
 from mlxserve.text.tokenizer import Tokenizer
@@ -113,9 +112,13 @@ def compare(
         np.concatenate(column) for column in zip(*judged, strict=True)
     )
     return Comparison(
-        _perplexity(losses), _perplexity(other_losses), divergence, float(agree.mean()), context,
+        perplexity(float(losses.mean())),
+        perplexity(float(other_losses.mean())),
+        divergence,
+        float(agree.mean()),
+        context,
         stride,
-    )  # fmt: skip
+    )
 
 
 def check_vocabularies(reference: Tokenizer, model: Tokenizer) -> None:
@@ -197,8 +200,3 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
     x -= x.max(axis=1, keepdims=True)
     x -= np.log(np.exp(x).sum(axis=1, keepdims=True))
     return x
-
-
-def _perplexity(losses: np.ndarray) -> float:
-    mean = float(losses.mean())
-    return math.exp(mean) if mean < 700 else math.inf

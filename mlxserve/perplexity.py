@@ -1,4 +1,6 @@
-"""How well a model predicts a text: the windows that it is read in."""
+"""How well a model predicts a text: the windows that it is read in, and the number in the end."""
+
+import math
 
 
 def windows(n_tokens: int, context: int, stride: int) -> list[tuple[int, int, int]]:
@@ -21,3 +23,8 @@ def windows(n_tokens: int, context: int, stride: int) -> list[tuple[int, int, in
         if end == n_tokens:
             break
     return found
+
+
+def perplexity(mean_loss: float) -> float:
+    """Of a text, from the mean of its tokens' losses, in nats; infinity where that overflows."""
+    return math.exp(mean_loss) if mean_loss < 700 else math.inf

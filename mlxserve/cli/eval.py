@@ -12,6 +12,7 @@ import typer
 from mlxserve.cli import options, terminal
 from mlxserve.config import DEFAULT_MODEL
 from mlxserve.errors import RequestError
+from mlxserve.perplexity import perplexity, windows
 
 if TYPE_CHECKING:
     from mlxserve.llm import LLM
@@ -170,7 +171,6 @@ class _Perplexity:
 
     def run(self, *, quiet: bool) -> int:
         """Judge window after window; return the exit code: 0, or that of Ctrl-C or SIGTERM."""
-        from mlxserve.perplexity import windows
 
         ids = self._ids
         todo = windows(len(ids), self.context, self.stride)
@@ -211,8 +211,7 @@ class _Perplexity:
 
     @property
     def perplexity(self) -> float:
-        mean = self._loss / self.tokens
-        return math.exp(mean) if mean < 700 else math.inf
+        return perplexity(self._loss / self.tokens)
 
     @property
     def counted_bytes(self) -> int:
