@@ -6,7 +6,7 @@ from mlxserve.cli import models, terminal
 from mlxserve.kernels import registry, verdicts
 from mlxserve.kernels.metal.launch import runner
 from mlxserve.kernels.registry import Choice
-from mlxserve.kernels.uses import AttentionUse, MatmulUse, SealUse, Use
+from mlxserve.kernels.uses import AttentionUse, MatmulUse, NormUse, RopeUse, SealUse, Use
 from mlxserve.models.load import kernel_uses
 from mlxserve.sources.checkpoint import open_checkpoint
 from mlxserve.sources.resolve import resolve
@@ -20,6 +20,10 @@ COMMON_USES: tuple[Use, ...] = (
     SealUse("values", 8, 128, "bfloat16", 8),
     MatmulUse(4096, 4096, 4, 64, "bfloat16"),  # Llama 3 8B: queries
     MatmulUse(14336, 4096, 4, 64, "bfloat16"),  # its MLP
+    NormUse(4096, "bfloat16"),
+    NormUse(1152, "bfloat16", inner=True),  # Gemma 3 1B
+    RopeUse(32, 8, 128, "bfloat16"),
+    RopeUse(4, 1, 256, "bfloat16", norms=True),
 )
 
 

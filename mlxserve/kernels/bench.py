@@ -19,11 +19,11 @@ from mlxserve.kernels.append import append
 from mlxserve.kernels.attention import PagedRows, paged_attention
 from mlxserve.kernels.gates import gated
 from mlxserve.kernels.matmul import PanelWeight, matmul, prepare
-from mlxserve.kernels.norm import rms_norm
+from mlxserve.kernels.norm import add_rms_norm
 from mlxserve.kernels.pages import PAGE_TOKENS, PoolSides, Sides, arrays_of, dtype_name, empty_pool
 from mlxserve.kernels.quantized import PackedWeight
 from mlxserve.kernels.rope import rotate
-from mlxserve.kernels.uses import AttentionUse, MatmulUse, Use
+from mlxserve.kernels.uses import AttentionUse, MatmulUse, NormUse, RopeUse, Use
 
 WIDTH, INNER, VOCAB = 2048, 8192, 128_256
 Q_HEADS, KV_HEADS, DIM = 32, 8, 64
@@ -234,17 +234,20 @@ def _seal(bits: int) -> Case:
     return Case("append", size, moved, 0, make)
 
 
-def _row_wise(op: str, rows: int, numbers: int, make: Callable[[int], Call]) -> Case:
+def _row_wise(
+    op: str, rows: int, numbers: int, make: Callable[[int], Call], use: Use | None = None
+) -> Case:
     """An op that takes and gives so many numbers of a row in all."""
-    return Case(op, f"{rows} rows", rows * numbers * _compute_dtype().size, 0, make)
+    return Case(op, f"{rows} rows", rows * numbers * _compute_dtype().size, 0, make, use)
 
 
 def _norm(rows: int) -> Case:
     def make(number: int) -> Call:
-        x, add = (_random(number + i, rows, WIDTH) for i in range(2))
-        return partial(rms_norm, x, _random(number, WIDTH), 1e-6, add)
+        x, stream = (_random(number + i, rows, WIDTH) for i in range(2))
+        return partial(add_rms_norm, x, stream, _random(number, WIDTH), 1e-6)
 
-    return _row_wise("norm", rows, 3 * WIDTH, make)
+    use = NormUse(WIDTH, dtype_name(_compute_dtype()))
+    return _row_wise("norm", rows, 4 * WIDTH, make, use)
 
 
 def _rope(rows: int) -> Case:
@@ -253,7 +256,8 @@ def _rope(rows: int) -> Case:
         periods = mx.exp(mx.arange(DIM // 2) / DIM)
         return partial(rotate, q, k, mx.arange(rows, dtype=mx.int32), periods)
 
-    return _row_wise("rope", rows, 2 * (Q_HEADS + KV_HEADS) * DIM, make)
+    use = RopeUse(Q_HEADS, KV_HEADS, DIM, dtype_name(_compute_dtype()))
+    return _row_wise("rope", rows, 2 * (Q_HEADS + KV_HEADS) * DIM, make, use)
 
 
 def _gated(rows: int) -> Case:

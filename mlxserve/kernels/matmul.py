@@ -63,20 +63,17 @@ Weight = Stack | KernelWeight
 Form = Literal["packed", "panels", "float32"]
 
 
-def matmul(
-    x: mx.array, weight: Weight, bias: mx.array | None = None, add: mx.array | None = None
-) -> mx.array:
-    """`x @ weight.T + bias + add`.
+def matmul(x: mx.array, weight: Weight, bias: mx.array | None = None) -> mx.array:
+    """`x @ weight.T + bias`.
 
-    x: `[T, K]`, floating; weight: `[N, K]`; bias: `[N]`; add: `[T, N]`. Returns `[T, N]` in x's
-    dtype. The native kernels round x to 16 bits in groups of K where the weight is quantised.
-    Native kernels, and Metal's where it serves all numbers of rows, give a row of x the same bits
-    in every batch. Raises ValueError if shapes don't fit.
+    x: `[T, K]`, floating; weight: `[N, K]`; bias: `[N]`. Returns `[T, N]` in x's dtype. The native
+    kernels round x to 16 bits in groups of K where the weight is quantised. Native kernels, and
+    Metal's where it serves all numbers of rows, give a row of x the same bits in every batch.
+    Raises ValueError if shapes don't fit.
     """
     if isinstance(weight, PanelWeight):
-        return _native(x, [weight], [bias], add)[0]
-    y = _reference(x, weight, bias)
-    return y if add is None else y + add
+        return _native(x, [weight], [bias])[0]
+    return _reference(x, weight, bias)
 
 
 def matmuls(
@@ -84,7 +81,7 @@ def matmuls(
 ) -> list[mx.array]:
     """`matmul` of one x against several weights: one pass over x for the native kernels."""
     if all(isinstance(weight, PanelWeight) for weight in weights):
-        return _native(x, weights, biases, None)
+        return _native(x, weights, biases)
     return [matmul(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
 
@@ -262,19 +259,15 @@ def _metal(x: mx.array, weight: KernelWeight) -> mx.array:
 
 
 def _native(
-    x: mx.array,
-    weights: Sequence[Any],
-    biases: Sequence[mx.array | None],
-    add: mx.array | None,
+    x: mx.array, weights: Sequence[Any], biases: Sequence[mx.array | None]
 ) -> list[mx.array]:
     native: Any = registry.native("matmul")
     handles = [weight.handle for weight in weights]
     biases = [None if bias is None else bias.astype(mx.float32) for bias in biases]
     if x.ndim == 2 and x.dtype == mx.float32:
-        return native.matmul(x, handles, biases, add)
+        return native.matmul(x, handles, biases)
     flat = x.reshape(-1, x.shape[-1]).astype(mx.float32)
-    plus = None if add is None else add.reshape(-1, add.shape[-1]).astype(mx.float32)
-    outs = native.matmul(flat, handles, biases, plus)
+    outs = native.matmul(flat, handles, biases)
     return [out.reshape(*x.shape[:-1], -1).astype(x.dtype) for out in outs]
 
 
@@ -297,8 +290,8 @@ def check(native: ModuleType) -> None:
             panels: Any = to_panels(native, form)
             dense = form if isinstance(form, mx.array) else dequantize(form, mx.float32)
             expected = x @ dense.astype(mx.float32).T
-            together = native.matmul(x, [panels.handle], [None], None)[0]
-            alone = native.matmul(x[:1], [panels.handle], [None], None)[0]
+            together = native.matmul(x, [panels.handle], [None])[0]
+            alone = native.matmul(x[:1], [panels.handle], [None])[0]
             registry.check_close("matmul", together, expected, 1e-4)
             registry.check_close("matmul of one row", alone, expected[:1], 1e-4)
 

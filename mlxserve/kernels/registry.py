@@ -79,6 +79,7 @@ _warned: set[str] = set()
 _metal_lock = threading.Lock()  # its own: a check takes seconds
 _metal: dict[Use, Choice] = {}
 _runners: dict[Use, launch.Runner] = {}
+_noting = threading.local()  # uses: what `noting` notes, or None
 
 
 def native(op: str) -> ModuleType | None:
@@ -103,7 +104,19 @@ def metal(use: Use) -> launch.Runner | None:
 
     `choose` has decided it before; for a use that no model was loaded with, the answer is None.
     """
+    if (noted := getattr(_noting, "uses", None)) is not None:
+        noted[use] = None
     return _runners.get(use)
+
+
+@contextmanager
+def noting() -> Iterator[dict[Use, None]]:
+    """Notes the uses that `metal` is asked for in this thread, such as while a model is traced."""
+    _noting.uses = {}
+    try:
+        yield _noting.uses
+    finally:
+        _noting.uses = None
 
 
 def chosen(use: Use) -> Choice | None:

@@ -1,10 +1,14 @@
 """Rotary position embedding of a step's queries and keys."""
 
+from functools import cache
 from types import ModuleType
 
 import mlx.core as mx
 
-from mlxserve.kernels.registry import check_close, native
+from mlxserve.kernels.metal.rotate import rotation
+from mlxserve.kernels.pages import dtype_name
+from mlxserve.kernels.registry import check_close, metal, native
+from mlxserve.kernels.uses import RopeUse
 
 
 def rotate(
@@ -22,18 +26,45 @@ def rotate(
     (Su et al. 2021, arXiv:2104.09864).
 
     q: `[T, Hq, D]`; k: `[T, Hk, D]`; positions: int32 `[T]`; periods: float32 `[D / 2]`. q_norm,
-    k_norm: `[D]`, weights of an RMS norm of each head before that, with `eps`. Returns q and k,
-    rotated, in their dtypes. The native kernel takes float32 and D up to 1024, and its angles are
-    exact to 1e-6 radians at any position. Raises ValueError for other shapes and dtypes.
+    k_norm: `[D]`, both or none: weights of an RMS norm of each head before that, with `eps`.
+    Returns q and k, rotated, in their dtypes. The native kernel takes float32 and D up to 1024, the Metal
+    kernel 16 bits; the angles of both are exact to 1e-6 radians at any position. Raises ValueError
+    for other shapes and dtypes.
     """
+    norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("rope: q_norm and k_norm come together")
     kernels = native("rope") if q.dtype == k.dtype == mx.float32 else None
-    if kernels is None:
-        return (
-            _rotate(_normed(q, q_norm, eps), positions, periods, gain),
-            _rotate(_normed(k, k_norm, eps), positions, periods, gain),
-        )
-    turned_q, turned_k = kernels.rope(q, k, positions, periods, gain, q_norm, k_norm, eps)
-    return turned_q, turned_k
+    if kernels is not None:
+        turned_q, turned_k = kernels.rope(q, k, positions, periods, gain, q_norm, k_norm, eps)
+        return turned_q, turned_k
+    if (run := metal(use(q.shape[1], *k.shape[1:], q.dtype, norms is not None))) is not None:
+        turned_q, turned_k = run(rotation(q, k, positions, periods, gain, norms, eps))
+        return turned_q, turned_k
+    return reference(q, k, positions, periods, gain, norms, eps)
+
+
+def reference(
+    q: mx.array,
+    k: mx.array,
+    positions: mx.array,
+    periods: mx.array,
+    gain: float,
+    norms: tuple[mx.array, mx.array] | None,
+    eps: float,
+) -> tuple[mx.array, mx.array]:
+    """`rotate` in MLX operations. norms: q_norm and k_norm."""
+    q_norm, k_norm = norms or (None, None)
+    return (
+        _rotate(_normed(q, q_norm, eps), positions, periods, gain),
+        _rotate(_normed(k, k_norm, eps), positions, periods, gain),
+    )
+
+
+@cache
+def use(q_heads: int, kv_heads: int, dim: int, dtype: mx.Dtype, norms: bool) -> RopeUse:
+    """What layers with such queries and keys ask of the op."""
+    return RopeUse(q_heads, kv_heads, dim, dtype_name(dtype), norms)
 
 
 def _normed(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:

@@ -31,6 +31,8 @@ CHECKS = {
     "attention": "mlxserve.kernels.metal.attention_check",
     "matmul": "mlxserve.kernels.metal.matmul_check",
     "append": "mlxserve.kernels.metal.pack_check",
+    "norm": "mlxserve.kernels.metal.norm_check",
+    "rope": "mlxserve.kernels.metal.rope_check",
 }
 # What this process imports, the other imports too. Not by PYTHONPATH, which comes before the
 # standard library even while Python starts.

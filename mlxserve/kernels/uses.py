@@ -86,5 +86,43 @@ class SealUse:
         return f"{self.side} {self.heads}/{self.dim} {self.dtype} to {self.bits} bits"
 
 
-Use = AttentionUse | MatmulUse | SealUse
-USES: dict[str, type[Use]] = {use.op: use for use in (AttentionUse, MatmulUse, SealUse)}
+@dataclass(frozen=True, slots=True)
+class NormUse:
+    """A sum and its norm over rows that are alike.
+
+    width: of a row; dtype: of all, by MLX's name; inner: whether there is a norm before the sum.
+    """
+
+    op: ClassVar[str] = "norm"
+    width: int
+    dtype: str
+    inner: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.width} {self.dtype}{', one before the sum' if self.inner else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeUse:
+    """Rotary positions for queries and keys that are alike.
+
+    q_heads, kv_heads, dim: as in `AttentionUse`; dtype: of queries and keys, by MLX's name; norms:
+    whether each head has a norm first.
+    """
+
+    op: ClassVar[str] = "rope"
+    q_heads: int
+    kv_heads: int
+    dim: int
+    dtype: str
+    norms: bool = False
+
+    def __str__(self) -> str:
+        sizes = f"{self.q_heads}/{self.kv_heads}/{self.dim} {self.dtype}"
+        return f"{sizes}{', norms' if self.norms else ''}"
+
+
+Use = AttentionUse | MatmulUse | SealUse | NormUse | RopeUse
+USES: dict[str, type[Use]] = {
+    use.op: use for use in (AttentionUse, MatmulUse, SealUse, NormUse, RopeUse)
+}

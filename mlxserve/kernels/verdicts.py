@@ -18,7 +18,10 @@ FILE = "kernel-checks.json"
 MAX_REMEMBERED = 200
 MAX_FILE_BYTES = 1 << 20
 # What a verdict depends on besides the machine: kernels, their sizes, the reference, the check.
-CODE = ("metal", "attention.py", "pages.py", "quantized.py", "selfcheck.py", "verdicts.py")
+CODE = (
+    "metal", "attention.py", "norm.py", "pages.py", "quantized.py", "rope.py", "selfcheck.py",
+    "verdicts.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from mlxserve.models.uses import Trace
 
 # MLX makes room for a result when it queues the operation, and queues about a hundred pieces of
 # work ahead of the CPU that computes them. Measured with the native kernels, results of 4.9 layers
-# of 10 parts (llama, qwen3) and 4.1 of 12 (gemma3) exist at once.
+# of 10 parts (llama, qwen3, gemma3) exist at once.
 AHEAD_LAYERS, AHEAD_PARTS = 5, 50
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -32,7 +32,7 @@ def step_shape(model: Model, dtype: mx.Dtype) -> StepShape:
         width = _width(part)
         if found := _LAYER.search(name):
             layer = int(found[1])
-            if width and width != trace.dims.get(layer):  # norms of heads are part of the rotation
+            if width and not _of_heads(part, trace.dims.get(layer)):
                 made[layer] += width
                 parts[layer] += 1
         elif not isinstance(part, Linear):  # an output head's results are logits
@@ -46,11 +46,18 @@ def step_shape(model: Model, dtype: mx.Dtype) -> StepShape:
     )
 
 
+def _of_heads(part: object, dim: int | None) -> bool:
+    """Whether it is a norm of heads, which is part of the rotation."""
+    return isinstance(part, RMSNorm) and part.weight.shape[0] == dim
+
+
 def _width(part: object) -> int:
     """Numbers per token that a part makes, besides those that its own parts do."""
     match part:
-        case Linear() | RMSNorm():
+        case Linear():
             return part.weight.shape[0]
+        case RMSNorm():  # the sum that it is of, too
+            return 2 * part.weight.shape[0]
         case GatedMLP():
             return part.gate_proj.weight.shape[0]
         case Embedding():

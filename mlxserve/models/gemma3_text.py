@@ -15,7 +15,15 @@ from mlxserve.cache.spec import FullKV, LayerSpec, WindowKV
 from mlxserve.kernels.quantized import PackedWeight
 from mlxserve.kernels.softcap import soft_cap
 from mlxserve.models.base import ConfigReader, LayerView, View, Weights
-from mlxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project
+from mlxserve.models.layers import (
+    Embedding,
+    GatedMLP,
+    InnerNorm,
+    Linear,
+    RMSNorm,
+    project,
+    run_blocks,
+)
 from mlxserve.models.rope import Rope, rope_from_config
 
 ACTIVATION = "gelu_pytorch_tanh"
@@ -133,16 +141,18 @@ class Block(nn.Module):
         super().__init__()
         self.input_layernorm = RMSNorm(c.width, c.eps)
         self.self_attn = Attention(c, sliding)
-        self.post_attention_layernorm = RMSNorm(c.width, c.eps)
+        self.post_attention_layernorm = InnerNorm(c.width)
         self.pre_feedforward_layernorm = RMSNorm(c.width, c.eps)
         self.mlp = GatedMLP(c.width, c.inner, ACTIVATION)
-        self.post_feedforward_layernorm = RMSNorm(c.width, c.eps)
+        self.post_feedforward_layernorm = InnerNorm(c.width)
 
-    def __call__(self, x: mx.array, positions: mx.array, layer: LayerView) -> mx.array:
-        attended = self.self_attn(self.input_layernorm(x), positions, layer)
-        x = self.post_attention_layernorm(attended, x)
-        fed = self.mlp(self.pre_feedforward_layernorm(x))
-        return self.post_feedforward_layernorm(fed, x)
+    def __call__(
+        self, x: mx.array, h: mx.array, positions: mx.array, layer: LayerView, norm: RMSNorm
+    ) -> tuple[mx.array, mx.array]:
+        attended = self.self_attn(h, positions, layer)
+        after = self.post_attention_layernorm
+        x, h = self.pre_feedforward_layernorm.of_sum(attended, x, inner=after)
+        return norm.of_sum(self.mlp(h), x, inner=self.post_feedforward_layernorm)
 
 
 class Trunk(nn.Module):
@@ -157,10 +167,7 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(c.width, c.eps)
 
     def __call__(self, ids: mx.array, view: View) -> mx.array:
-        x = self.embed_tokens(ids)
-        for i, block in enumerate(self.layers):
-            x = block(x, view.positions, view.layer(i))
-        return self.norm(x)
+        return run_blocks(self.layers, self.norm, self.embed_tokens(ids), view)
 
 
 class Gemma3(nn.Module):

@@ -1,11 +1,15 @@
 """Building blocks shared by all models. Weights are placeholders until `models.load` fills them."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxserve.kernels.gates import gated
 from mlxserve.kernels.matmul import Weight, matmul, matmuls, rows
-from mlxserve.kernels.norm import rms_norm
+from mlxserve.kernels.norm import add_rms_norm, rms_norm
+from mlxserve.models.base import LayerView, View
 
 
 class Linear(nn.Module):
@@ -16,9 +20,9 @@ class Linear(nn.Module):
         self.weight: Weight = mx.zeros((outputs, inputs))
         self.bias = mx.zeros((outputs,)) if bias else None
 
-    def __call__(self, x: mx.array, add: mx.array | None = None) -> mx.array:
-        """x: `[T, inputs]`; add: `[T, outputs]`. Returns `[T, outputs]` in x's dtype."""
-        return matmul(x, self.weight, self.bias, add)
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: `[T, inputs]`. Returns `[T, outputs]` in x's dtype."""
+        return matmul(x, self.weight, self.bias)
 
 
 def project(x: mx.array, *layers: Linear) -> list[mx.array]:
@@ -58,9 +62,24 @@ class RMSNorm(nn.Module):
         self.weight = mx.ones((width,))
         self.eps = eps
 
-    def __call__(self, x: mx.array, add: mx.array | None = None) -> mx.array:
-        """x, add: `[.., D]`. Returns the norm of x, plus add."""
-        return rms_norm(x, self.weight, self.eps, add)
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: `[T, D]`."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def of_sum(
+        self, y: mx.array, stream: mx.array, inner: "InnerNorm | None" = None
+    ) -> tuple[mx.array, mx.array]:
+        """`stream + y`, or with the norm of y in its place, and the norm of that. All `[T, D]`."""
+        weight = None if inner is None else inner.weight
+        return add_rms_norm(y, stream, self.weight, self.eps, weight)
+
+
+class InnerNorm(nn.Module):
+    """The norm of what a layer adds to the stream: part of `RMSNorm.of_sum`, which has its eps."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = mx.ones((width,))
 
 
 class GatedMLP(nn.Module):
@@ -76,7 +95,31 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(inner, width, bias=bias)
         self.activation = activation
 
-    def __call__(self, x: mx.array, add: mx.array | None = None) -> mx.array:
-        """x, add: `[T, D]`. Returns `[T, D]`."""
+    def __call__(self, x: mx.array) -> mx.array:
+        """x: `[T, D]`. Returns `[T, D]`."""
         gate, up = project(x, self.gate_proj, self.up_proj)
-        return self.down_proj(gated(gate, up, self.activation), add)
+        return self.down_proj(gated(gate, up, self.activation))
+
+
+class Block(Protocol):
+    """A layer: what it reads is normalised, what it makes is added to the residual stream."""
+
+    input_layernorm: RMSNorm
+
+    def __call__(
+        self, x: mx.array, h: mx.array, positions: mx.array, layer: LayerView, norm: RMSNorm
+    ) -> tuple[mx.array, mx.array]:
+        """x: the stream, `[T, D]`; h: its norm; norm: of what comes next, for the h it returns."""
+        ...
+
+
+def run_blocks(blocks: Sequence[Block], norm: RMSNorm, x: mx.array, view: View) -> mx.array:
+    """All layers of a model, and its last norm. x: embedded tokens `[T, D]`. Returns `[T, D]`.
+
+    A layer's last sum and the norm that the next one begins with are one operation.
+    """
+    norms = [block.input_layernorm for block in blocks] + [norm]
+    h = norms[0](x)
+    for i, block in enumerate(blocks):
+        x, h = block(x, h, view.positions, view.layer(i), norms[i + 1])
+    return h

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from mlxserve.cache.spec import FullKV, LayerSpec, WindowKV
 from mlxserve.models.base import ConfigReader, LayerView, View, Weights
-from mlxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project
+from mlxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project, run_blocks
 from mlxserve.models.rope import Rope, rope_from_config
 
 
@@ -97,15 +97,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else None
 
-    def __call__(
-        self, x: mx.array, positions: mx.array, layer: LayerView, add: mx.array
-    ) -> mx.array:
+    def __call__(self, x: mx.array, positions: mx.array, layer: LayerView) -> mx.array:
         T = x.shape[0]
         projected = project(x, self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (y.reshape(T, -1, self.head_dim) for y in projected)
         q, k = self.rope(q, k, positions, self.q_norm, self.k_norm)
         out = layer.attend(q, k, v, scale=self.scale)
-        return self.o_proj(out.reshape(T, -1), add)
+        return self.o_proj(out.reshape(T, -1))
 
 
 class Block(nn.Module):
@@ -118,9 +116,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.width, c.eps)
         self.mlp = GatedMLP(c.width, c.inner, "silu", bias=c.mlp_bias)
 
-    def __call__(self, x: mx.array, positions: mx.array, layer: LayerView) -> mx.array:
-        x = self.self_attn(self.input_layernorm(x), positions, layer, x)
-        return self.mlp(self.post_attention_layernorm(x), x)
+    def __call__(
+        self, x: mx.array, h: mx.array, positions: mx.array, layer: LayerView, norm: RMSNorm
+    ) -> tuple[mx.array, mx.array]:
+        attended = self.self_attn(h, positions, layer)
+        x, h = self.post_attention_layernorm.of_sum(attended, x)
+        return norm.of_sum(self.mlp(h), x)
 
 
 class Trunk(nn.Module):
@@ -133,10 +134,7 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(c.width, c.eps)
 
     def __call__(self, ids: mx.array, view: View) -> mx.array:
-        x = self.embed_tokens(ids)
-        for i, block in enumerate(self.layers):
-            x = block(x, view.positions, view.layer(i))
-        return self.norm(x)
+        return run_blocks(self.layers, self.norm, self.embed_tokens(ids), view)
 
 
 class Llama(nn.Module):

@@ -22,7 +22,7 @@ from mlxserve.models.base import Model, Weights
 from mlxserve.models.layers import Embedding, Linear
 from mlxserve.models.registry import build
 from mlxserve.models.tensors import EMBEDDING, HEAD
-from mlxserve.models.uses import attention_uses, matmul_uses
+from mlxserve.models.uses import attention_uses, matmul_uses, other_uses
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def load_model(
     )
     if runner() is not None:
         asked = matmul_uses(model, pending, dtype, deterministic=deterministic)
-        _choose_kernels(uses(model, dtype), asked, cancelled)
+        _choose_kernels(uses(model, dtype), asked, other_uses(model, dtype), cancelled)
     if deterministic:
         _check_deterministic(model, pending, dtype)
     prepare = prepare or partial(matmul.prepare, deterministic=deterministic)
@@ -102,12 +102,14 @@ def kernel_uses(config: Mapping[str, Any], weights: Weights) -> list[Use]:
     expected = tensors.expected(model)
     named = _tidy(weights, tied=HEAD not in expected)
     tensors.check(expected, {name: _found(value) for name, value in named.items()})
-    return [*attention_uses(model, dtype), *matmul_uses(model, named, dtype)]
+    layers, matrices = attention_uses(model, dtype), matmul_uses(model, named, dtype)
+    return [*layers, *matrices, *other_uses(model, dtype)]
 
 
 def _choose_kernels(
     attention: Mapping[AttentionUse, Sequence[int]],
     matmuls: Mapping[MatmulUse, Sequence[str]],
+    others: Sequence[Use],
     cancelled: Callable[[], bool],
 ) -> None:
     """Decide on Metal kernels while the GPU is idle and memory free, before weights are there."""
@@ -116,6 +118,7 @@ def _choose_kernels(
         asked = (use, *append.uses(use))
         places |= dict.fromkeys(asked, f"layers {', '.join(map(str, layers))}")
     places |= {use: f"{len(names)} matrices" for use, names in matmuls.items()}
+    places |= dict.fromkeys(others, "layers")
     choices = registry.choose(places, cancelled=cancelled)
     for (use, place), choice in zip(places.items(), choices, strict=True):
         how = f"{choice.op} is {choice.implementation} ({choice.reason})"

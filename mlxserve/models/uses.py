@@ -1,16 +1,19 @@
 """What a model asks of the ops that have Metal kernels."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlxserve.cache.spec import UNPACKED, KVBits, Latent, LayerSpec, State
 from mlxserve.errors import ModelError
-from mlxserve.kernels import attention, matmul
+from mlxserve.kernels import attention, matmul, registry
 from mlxserve.kernels.quantized import PackedWeight
-from mlxserve.kernels.uses import AttentionUse, MatmulUse
+from mlxserve.kernels.uses import AttentionUse, MatmulUse, Use
 from mlxserve.models import tensors
 from mlxserve.models.base import Model, Weights
+from mlxserve.models.layers import Embedding
 
 
 def attention_uses(
@@ -28,6 +31,20 @@ def attention_uses(
     view = Trace(model.layer_specs() if specs is None else specs, dtype, bits)
     model(mx.zeros(1, mx.int32), view)
     return view.uses
+
+
+def other_uses(model: Model, dtype: mx.Dtype) -> list[Use]:
+    """The uses of ops between those, such as norms, by tracing a token in the same way.
+
+    dtype: of activations; the model's placeholders for weights get it.
+    """
+    cast(nn.Module, model).set_dtype(dtype)
+    for part in model.named_modules():
+        if isinstance(part[1], Embedding):
+            part[1].dtype = dtype
+    with registry.noting() as noted:
+        model(mx.zeros(1, mx.int32), Trace(model.layer_specs(), dtype))
+    return list(noted)
 
 
 def matmul_uses(

@@ -134,14 +134,15 @@ main()
 def test_kernels_that_fail_are_reported_and_make_the_exit_code_1(cli):
     done = cli("doctor", "--kernels", **stand_in("broken"))
     assert done.code == 1
-    ops = ("attention ", "append  ", "matmul ")
+    ops = ("attention ", "append  ", "matmul ", "norm  ", "rope  ")
     lines = [line for line in done.stdout.splitlines() if line.startswith(ops)]
     uses = ("32/8/128 bfloat16", "9/3/64 ", "4/1/256 ", "packed 8/8")
     uses += ("keys 8/128 ", "values 8/128 ", "4096x4096 ", "14336x4096 ")
+    uses += ("4096 bfloat16", "1152 bfloat16, one before", "32/8/128 ", "4/1/256 ")
     for line, use in zip(lines, uses, strict=True):
         assert use in line
         assert " failed  reference  the Metal kernel failed its check: RuntimeError: " in line
-    assert done.stderr.count("please report this line") == 8
+    assert done.stderr.count("please report this line") == 12
 
 
 def test_kernels_of_a_model(cli, tiny_model_dir):

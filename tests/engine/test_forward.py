@@ -115,7 +115,7 @@ def test_an_array_of_one_step_alone_is_not_taken_for_a_weight():
     mx.eval(x, weight.data)
 
     def step(bias):
-        return module.matmul(x, [weight], [bias], None)
+        return module.matmul(x, [weight], [bias])
 
     first, again = (module.record([x], [], step(mx.array([0.0] * 16)), []) for _ in "ab")
     assert not first.agrees_with(again)

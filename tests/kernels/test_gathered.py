@@ -354,7 +354,7 @@ def test_what_does_not_fit_is_refused_by_the_kernels_themselves():
         with pytest.raises(ValueError, match=message):
             native.gathered_matmul(*arguments)
     with pytest.raises(ValueError, match="a weight is a stack of matrices, expected a single one"):
-        native.matmul(x, [weight], [None], None)
+        native.matmul(x, [weight], [None])
     with pytest.raises(ValueError, match="the weight is a stack of matrices, expected a single"):
         native.rows(weight, mx.zeros((1,), mx.int32))
     with pytest.raises(ValueError, match=r"scales is \[3, 21, 1\], expected \[3, 21, 2\]"):

@@ -37,8 +37,11 @@ def test_norms_equal_float64(width, rows, kernel_level):
     weight, bias = numbers(width, seed=2), numbers(width, seed=3)
     x_, residual_, weight_, bias_ = map(mx.array, (x, residual, weight, bias))
     close(norm.rms_norm(x_, weight_, 1e-5), exact_rms_norm(x, weight, 1e-5))
-    added = norm.rms_norm(x_, weight_, 1e-5, residual_)
-    close(added, exact_rms_norm(x, weight, 1e-5) + residual)
+    for inner, added in ((None, x), (bias, exact_rms_norm(x, bias, 1e-5))):
+        inner_ = None if inner is None else bias_
+        total, normed = norm.add_rms_norm(x_, residual_, weight_, 1e-5, inner_)
+        close(total, residual + added)
+        close(normed, exact_rms_norm(residual + added, weight, 1e-5))
     if width > 1:  # the variance of one number is 0: nothing but rounding is left
         expected = exact_layer_norm(x, weight, bias, 1e-5)
         close(norm.layer_norm(x_, weight_, bias_, 1e-5), expected, 1e-5)
@@ -52,20 +55,25 @@ def test_a_row_is_the_same_in_any_batch(width, kernel_level):
     x, residual = mx.array(numbers(300, width)), mx.array(numbers(300, width, seed=1))
     weight = mx.array(numbers(width, seed=2))
     normed = norm.rms_norm(x, weight, 1e-6)
-    added = norm.rms_norm(x, weight, 1e-6, residual)
+    sums = [norm.add_rms_norm(x, residual, weight, 1e-6, inner) for inner in (None, weight)]
     layer = norm.layer_norm(x, weight, weight, 1e-6)
     for row in (0, 1, 150, 299):
         one = slice(row, row + 1)
         assert mx.array_equal(norm.rms_norm(x[one], weight, 1e-6), normed[one])
-        assert mx.array_equal(norm.rms_norm(x[one], weight, 1e-6, residual[one]), added[one])
+        for inner, (total, after) in zip((None, weight), sums, strict=True):
+            alone = norm.add_rms_norm(x[one], residual[one], weight, 1e-6, inner)
+            assert mx.array_equal(alone[0], total[one])
+            assert mx.array_equal(alone[1], after[one])
         assert mx.array_equal(norm.layer_norm(x[one], weight, weight, 1e-6), layer[one])
 
 
-def test_add_is_added_last(kernel_level):
+def test_a_sum_and_its_norm_are_those_of_one_after_the_other(kernel_level):
     x, residual = (mx.array(numbers(3, 100, seed=i)) for i in range(2))
-    weight = mx.array(numbers(100, seed=2))
-    plain = norm.rms_norm(x, weight, 1e-6)
-    assert mx.array_equal(norm.rms_norm(x, weight, 1e-6, residual), plain + residual)
+    weight, inner = (mx.array(numbers(100, seed=i)) for i in (2, 3))
+    for within, added in ((None, x), (inner, norm.rms_norm(x, inner, 1e-6))):
+        total, normed = norm.add_rms_norm(x, residual, weight, 1e-6, within)
+        assert mx.array_equal(total, residual + added)
+        assert mx.array_equal(normed, norm.rms_norm(total, weight, 1e-6))
 
 
 def test_large_numbers_and_a_large_mean(kernel_level):
@@ -99,7 +107,9 @@ def test_wrong_arguments_are_refused_by_name():
         native.rms_norm(x.astype(mx.float16), weight, 1e-5)
     with pytest.raises(ValueError, match=r"rms_norm: x has shape \[\]"):
         native.rms_norm(mx.array(1.0), weight, 1e-5)
-    with pytest.raises(ValueError, match=r"rms_norm: add is \[2, 9\], expected \[2, 8\]"):
-        native.rms_norm(x, weight, 1e-5, mx.zeros((2, 9)))
+    with pytest.raises(ValueError, match=r"add_rms_norm: stream is \[2, 9\], expected \[2, 8\]"):
+        native.add_rms_norm(x, mx.zeros((2, 9)), weight, 1e-5, None)
+    with pytest.raises(ValueError, match=r"add_rms_norm: inner is \[7\], expected \[8\]"):
+        native.add_rms_norm(x, x, weight, 1e-5, mx.ones((7,)))
     with pytest.raises(ValueError, match=r"layer_norm: bias is \[1\], expected \[8\]"):
         native.layer_norm(x, weight, mx.ones((1,)), 1e-5)

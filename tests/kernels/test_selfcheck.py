@@ -19,7 +19,7 @@ from mlxserve import files
 from mlxserve.errors import ModelError, RequestError
 from mlxserve.kernels import native, registry, selfcheck, verdicts
 from mlxserve.kernels.registry import TOLERANCE
-from mlxserve.kernels.uses import AttentionUse, MatmulUse
+from mlxserve.kernels.uses import AttentionUse, MatmulUse, NormUse, RopeUse
 from mlxserve.kernels.verdicts import Timing, Verdict
 from mlxserve.models.load import load_model
 from tests.support.tiny import tiny_gemma3, tiny_llama
@@ -352,7 +352,8 @@ def test_models_are_checked_before_their_weights_are_loaded(gpu, caplog, monkeyp
         load_model(tiny.config, dict(tiny.weights), compute_dtype=mx.bfloat16)
     windowed = AttentionUse(4, 2, 64, "bfloat16", window=12)
     full = AttentionUse(4, 2, 64, "bfloat16")
-    assert asked == [windowed, full]
+    norm, rope = NormUse(64, "bfloat16", inner=True), RopeUse(4, 2, 64, "bfloat16", norms=True)
+    assert asked == [windowed, full, rope, norm]
     how = "attention is metal (faster at 1 of 1 sizes)"
     assert f"layers 0, 1, 3, {windowed}: {how}" in caplog.messages
     assert f"layers 2, {full}: {how}" in caplog.messages

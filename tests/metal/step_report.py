@@ -6,21 +6,26 @@ there, but for views; MLX's fused functions, which on a CPU fall apart into many
 by one operation each.
 """
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlxserve import device
 from mlxserve.cache.batch import BatchView
 from mlxserve.cache.groups import group_layers
 from mlxserve.cache.storage import Storage
 from mlxserve.kernels import registry
+from mlxserve.kernels.gates import gated
+from mlxserve.kernels.gathered import gathered_matmul
 from mlxserve.kernels.metal.launch import Launch
 from mlxserve.kernels.quantized import PackedWeight
 from mlxserve.models import registry as models
@@ -32,6 +37,7 @@ from mlxserve.types import Request, SamplingParams
 TABLE = Path(__file__).with_name("STEP.md")
 PAGE = 64
 CONTEXT = 4096
+ROWS = (1, 16)
 GROUP = 64
 LLAMA_8B = {
     "model_type": "llama",
@@ -44,7 +50,30 @@ LLAMA_8B = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 500_000.0,
 }
-SHAPES = {"llama-8B": (LLAMA_8B, 32)}
+QWEN_30B = {
+    "model_type": "qwen3",
+    "hidden_size": 2048,
+    "intermediate_size": 768,  # of an expert
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+}
+
+
+class Shape(NamedTuple):
+    """experts: in each layer; chosen: of those, for each token. Both 0 where there are none."""
+
+    config: dict[str, Any]
+    layers: int
+    experts: int = 0
+    chosen: int = 0
+
+
+SHAPES = {"llama-8B": Shape(LLAMA_8B, 32), "qwen3-30B-A3B": Shape(QWEN_30B, 48, 128, 8)}
 # No work on a GPU: another view of the same numbers, or none at all.
 VIEWS = {
     "Reshape", "Transpose", "Slice", "Squeeze", "ExpandDims", "Broadcast", "Unflatten", "Flatten",
@@ -69,20 +98,45 @@ class Operation(NamedTuple):
     moved: int
 
 
-def trace(config: dict[str, Any], layers: int, rows: int) -> list[Operation]:
+class Experts(nn.Module):
+    """Stands for the MLP of a layer with experts, a model that we don't have yet, over our op."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, inner = shape.config["hidden_size"], shape.config["intermediate_size"]
+        self.chosen = shape.chosen
+        self.router = Linear(width, shape.experts)
+        self.up = [_packed(shape.experts, inner, width) for _ in range(2)]
+        self.down = [_packed(shape.experts, width, inner)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        scores = mx.softmax(self.router(x), axis=-1, precise=True)
+        best = mx.argpartition(-scores, kth=self.chosen - 1, axis=-1)[..., : self.chosen]
+        shares = mx.take_along_axis(scores, best, axis=-1)
+        shares = shares / shares.sum(axis=-1, keepdims=True)
+        best = best.astype(mx.int32)
+        gate, up = gathered_matmul(x, self.up, best)
+        (down,) = gathered_matmul(gated(gate, up, "silu"), self.down, best)
+        return (down * shares[..., None]).sum(axis=-2)
+
+
+def trace(shape: Shape, layers: int, rows: int) -> list[Operation]:
     """All launches of a step of so many rows at CONTEXT tokens, weights in 4 bits."""
     launched: list[Launch] = []
 
     def run(launch: Launch) -> list[mx.array]:
         launched.append(launch)
-        first = launch.arrays[0].reshape(-1)[:4].view(mx.uint8)  # what comes next depends on it
+        # What comes next depends on all of it.
+        first = reduce(mx.power, [x.reshape(-1)[:4].view(mx.uint8)[:4] for x in launch.arrays])
         return [
             mx.power(mx.broadcast_to(first[: dtype.size].view(dtype), shape), 1)
             for shape, dtype in zip(launch.shapes, launch.dtypes, strict=True)
         ]
 
     with on_metal(run):
-        model: Any = models.build({**config, "num_hidden_layers": layers})
+        model: Any = models.build({**shape.config, "num_hidden_layers": layers})
+        for block in model.model.layers if shape.experts else ():
+            block.mlp = Experts(shape)
         _pack(model)
         groups = group_layers(model.layer_specs())
         pages = rows * (CONTEXT // PAGE - 1)  # of the pool; the last one of a row is hot
@@ -124,6 +178,8 @@ def on_metal(run: Any) -> Iterator[None]:
         patch.object(mx, "dequantize", dequantize),
         patch("mlxserve.kernels.gates._reference", lambda kind: mx.arctan2),
         patch("mlxserve.kernels.attention.metal", lambda use: run),
+        patch("mlxserve.kernels.norm.metal", lambda use: run),
+        patch("mlxserve.kernels.rope.metal", lambda use: run),
     ):
         yield
 
@@ -132,16 +188,20 @@ def _pack(model: Any) -> None:
     """Weights in 4 bits, all else in 16; no number of them is ever read."""
     for module in model.modules():
         if isinstance(module, Linear | Embedding):
-            n, k = module.weight.shape
-            scales = mx.zeros((n, k // GROUP), mx.float16)
-            words = mx.zeros((n, k // 8), mx.uint32)
-            module.weight = PackedWeight(words, scales, scales, 4, GROUP)
-            mx.eval(words, scales)
+            module.weight = _packed(*module.weight.shape)
         if isinstance(module, Embedding):
             module.dtype = mx.float16
         elif type(module).__name__ == "RMSNorm":
             module.weight = mx.ones(module.weight.shape, mx.float16)
             mx.eval(module.weight)
+
+
+def _packed(*shape: int) -> PackedWeight:
+    *outputs, k = shape
+    scales = mx.zeros((*outputs, k // GROUP), mx.float16)
+    words = mx.zeros((*outputs, k // 8), mx.uint32)
+    mx.eval(words, scales)
+    return PackedWeight(words, scales, scales, 4, GROUP)
 
 
 def _plan(rows: int) -> StepPlan:
@@ -171,15 +231,18 @@ def _operation(event: dict[str, Any]) -> Operation:
         return Operation(name, 2 * read[-1])
     if name in MOVES_OUTPUT:
         return Operation(name, 2 * sum(written))
+    if name == "GatherQMM":  # of each expert that is chosen, its matrix
+        (_, stack, _), (_, chosen, _) = event["inputs"][1], event["inputs"][-1]
+        matrices = sum(read[1:4]) * math.prod(chosen) // stack[0]
+        return Operation(name, read[0] + matrices + sum(written))
     return Operation(name, sum(read) + sum(written))
 
 
 def _kernel(launch: Launch) -> Operation:
-    """Attention's: its rows read every page that there is."""
+    """Attention's rows read every page that there is."""
     shapes = zip(launch.shapes, launch.dtypes, strict=True)
     written = sum(_nbytes(shape, dtype) for shape, dtype in shapes)
-    named = dict(zip(launch.kernel.inputs, launch.arrays, strict=True))
-    read = sum(array.nbytes for array in named.values())
+    read = sum({id(array): array.nbytes for array in launch.arrays}.values())
     return Operation(launch.kernel.name, read + written)
 
 
@@ -199,24 +262,27 @@ class Step(NamedTuple):
         return self.moved / self.least
 
 
-def step(config: dict[str, Any], layers: int, rows: int) -> Step:
+def step(shape: Shape, rows: int) -> Step:
     """Two layers and three, whose difference is one: all layers of these models are alike."""
-    two, three = (trace(config, n, rows) for n in (2, 3))
+    two, three = (trace(shape, n, rows) for n in (2, 3))
     layer = Counter(op.name for op in three)
     layer.subtract(op.name for op in two)
     ends = Counter(op.name for op in two)
     ends.subtract({name: 2 * n for name, n in layer.items()})
     moved = [sum(op.moved for op in ops) for ops in (two, three)]
-    return Step(
-        +layer, +ends, moved[0] + (layers - 2) * (moved[1] - moved[0]), _least(config, layers, rows)
-    )
+    total = moved[0] + (shape.layers - 2) * (moved[1] - moved[0])
+    return Step(+layer, +ends, total, _least(shape, rows))
 
 
-def _least(config: dict[str, Any], layers: int, rows: int) -> int:
+def _least(shape: Shape, rows: int) -> int:
+    config, layers = shape.config, shape.layers
     width, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    kv_width = width // heads * kv_heads
-    weights = layers * width * (2 * width + 2 * kv_width + 3 * inner) + width * config["vocab_size"]
+    dim = config.get("head_dim", width // heads)
+    q_width, kv_width = heads * dim, kv_heads * dim
+    mlps = min(rows * shape.chosen, shape.experts) if shape.experts else 1
+    layer = width * (2 * q_width + 2 * kv_width + 3 * inner * mlps + shape.experts)
+    weights = layers * layer + width * config["vocab_size"]
     per_weight = 4 / 8 + 2 * 2 / GROUP
     return int(weights * per_weight) + rows * CONTEXT * layers * 2 * kv_width * 2
 
@@ -226,36 +292,60 @@ HEAD = """\
 
 Written by `python -m tests.metal.step_report --write`; a test compares it with the code as it is.
 
-Llama 3 8B in 4 bits (groups of 64), rows of {context} tokens, cache and activations in float16. A launch is one kernel
-that the GPU is told to run. *Bytes to the least*: what all launches read and write, beside the weights, keys and values.
+Weights in 4 bits (groups of 64), rows of {context} tokens, cache and activations in float16. A launch is one kernel that
+the GPU is told to run. *Bytes to the least*: what all launches read and write, beside the weights, keys and values; where
+layers have experts, of each that is chosen, and all choices differ.
 
 | model | rows | launches of a layer | of a step | GB | bytes to the least |
 | --- | --- | --- | --- | --- | --- |
 """
 
-TAIL = """
-## The launches of a layer
+LAYER = """
+## The launches of a layer of {name}
 
 | launches | operation | what for |
 | --- | --- | --- |
 {rows}
 {ends} more belong to no layer: {named}.
+"""
+
+TAIL = """
+## Why these
 
 - Projections are MLX's own. One launch for queries, keys and values together would save two, and would need their weights
   in one array: a copy of them at load, and no longer the file's names for adapters to find.
-- A norm and the sum before it could be one launch, and so could both rotations and both writes: five launches less.
+- A sum and the norm after it are one launch, which MLX takes two for; so are the rotations of queries and keys, with
+  their norms where a model has them, of which MLX takes two or four.
+- The writes to hot pages are MLX's scatters, in place: the outputs of a kernel of our own are new arrays, so that one
+  that also wrote keys and values would copy every hot page.
+- Experts have MLX's gathered matmul, and checks of indices around each of the three. Of 16 rows whose experts were
+  drawn at random it reads 128 matrices where 82 differ. A kernel for a few rows is to come. (Operations that are
+  equal count once here, and are launched for each matmul.)
 - The attention's second launch merges parts; without parts a row of a long context would keep one core of the GPU busy.
 - On an M-series GPU a launch that waits for the one before costs a few microseconds, a layer of this model 0.3 ms of reading
   at 400 GB/s: launches matter for small models first.
 """
 
 PURPOSE = {
-    "QuantizedMatmul": "queries, keys, values, output; gate, up, down",
-    "RMSNorm": "before attention and before the MLP",
-    "RoPE": "queries, keys",
+    "QuantizedMatmul": "queries, keys, values, output; gate, up, down, or a router",
+    "add_rms_norm": "what attention and the MLP add to the stream, and the norm that comes next",
+    "rotate": "queries and keys, with their norms",
     "Scatter": "keys and values to their hot page",
-    "Add": "to the stream, after attention and after the MLP",
     "Compiled": "the gate's activation times up",
+    "GatherQMM": "gate, up, down of the chosen experts",
+    "Arange": "rows for each of these",
+    "Softmax": "of the router's scores",
+    "Negative": "the chosen experts",
+    "ArgPartition": "the chosen experts",
+    "AsType": "their indices, and results",
+    "GatherAxis": "their shares",
+    "Divide": "their shares",
+    "Multiply": "results times shares",
+    "Reduce": "sums of shares, and of results",
+    "GreaterEqual": "checks of indices",
+    "Less": "checks of indices",
+    "BitwiseBinary": "checks of indices",
+    "Select": "checks of indices",
     "paged_attention": "attention over hot pages and pool",
     "paged_attention_merge": "its parts to the result",
 }
@@ -263,22 +353,23 @@ PURPOSE = {
 
 def table() -> str:
     """The whole file."""
-    lines, told = [], None
-    for name, (config, layers) in SHAPES.items():
-        for rows in (1, 16):
-            told = step(config, layers, rows)
+    lines, layers = [], []
+    for name, shape in SHAPES.items():
+        steps = {rows: step(shape, rows) for rows in ROWS}
+        for rows, told in steps.items():
             each, ends = told.layer.total(), told.ends.total()
             lines.append(
-                f"| {name} | {rows} | {each} | {layers * each + ends} | {told.moved / 1e9:.2f} | "
-                f"{told.ratio:.3f} |\n"
+                f"| {name} | {rows} | {each} | {shape.layers * each + ends} "
+                f"| {told.moved / 1e9:.2f} | {told.ratio:.3f} |\n"
             )
-    assert told is not None
-    purposes = "".join(
-        f"| {n} | {name} | {PURPOSE[name]} |\n" for name, n in told.layer.most_common()
-    )
-    named = ", ".join(f"{n} {name}" for name, n in sorted(told.ends.items()))
-    tail = TAIL.format(rows=purposes, ends=told.ends.total(), named=named)
-    return HEAD.format(context=CONTEXT) + "".join(lines) + tail
+        layers.append(_layer(name, steps[1]))
+    return HEAD.format(context=CONTEXT) + "".join(lines) + "".join(layers) + TAIL
+
+
+def _layer(name: str, told: Step) -> str:
+    purposes = [f"| {n} | {op} | {PURPOSE[op]} |\n" for op, n in told.layer.most_common()]
+    named = ", ".join(f"{n} {op}" for op, n in sorted(told.ends.items()))
+    return LAYER.format(name=name, rows="".join(purposes), ends=told.ends.total(), named=named)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.metal import matmul_cost, pack_cost
+from tests.metal import matmul_cost, pack_cost, rows_cost
 from tests.metal.cost_report import CASES, LENGTHS, TABLE, measure, table
 
 
@@ -21,9 +21,15 @@ def pack_rows():
     return {case: pack_cost.measure(case) for case in pack_cost.CASES}
 
 
+@pytest.fixture(scope="module")
+def row_wise():
+    return {case: rows_cost.measure(case) for case in rows_cost.CASES}
+
+
 @pytest.mark.full
-def test_the_committed_table_is_that_of_the_kernels(rows, pack_rows, matmul_rows):
+def test_the_committed_table_is_that_of_the_kernels(rows, pack_rows, matmul_rows, row_wise):
     text = table(rows) + pack_cost.table(pack_rows) + matmul_cost.table(matmul_rows)
+    text += rows_cost.table(row_wise)
     assert TABLE.read_text("utf-8") == text, "run `python -m tests.metal.cost_report --write`"
 
 
@@ -53,3 +59,10 @@ def test_pages_are_packed_in_one_reading(pack_rows):
         assert row.bytes_ratio <= 1.01, case
         if case.dim != 80:
             assert row.lines_ratio <= 1.10, case
+
+
+@pytest.mark.full
+def test_rows_are_read_and_written_once(row_wise):
+    for case, row in row_wise.items():
+        assert row.bytes_ratio == 1, case
+        assert row.lines_ratio == (2 if case.sizes[-1] == 64 else 1), case

@@ -6,9 +6,9 @@ import pytest
 from mlxserve.config import EngineConfig
 from mlxserve.engine.cache_plan import cache_uses
 from mlxserve.kernels.quantized import PackedWeight
-from mlxserve.kernels.uses import AttentionUse, MatmulUse
+from mlxserve.kernels.uses import AttentionUse, MatmulUse, NormUse, RopeUse
 from mlxserve.models.registry import build
-from mlxserve.models.uses import attention_uses, matmul_uses
+from mlxserve.models.uses import attention_uses, matmul_uses, other_uses
 from tests.support.tiny import tiny_gemma3, tiny_llama, tiny_mistral, tiny_qwen3
 
 
@@ -77,3 +77,15 @@ def test_matrices_of_one_form_and_shape_are_one_use(tied):
     }
     for use in matmul_uses(build(tiny.config), weights, mx.bfloat16, deterministic=True):
         assert use.deterministic
+
+
+@pytest.mark.parametrize(("tiny", "inner", "dim"), [
+    (tiny_llama(), False, 16), (tiny_qwen3(), False, 24), (tiny_gemma3(), True, 16),
+], ids=["llama", "qwen3", "gemma3"])  # fmt: skip
+def test_norms_and_rotations_follow_the_config(tiny, inner, dim):
+    """As they are asked for in 16 bits; on a CPU float32 has native kernels."""
+    normed = "q_norm" in " ".join(tiny.weights)
+    assert set(other_uses(build(tiny.config), mx.bfloat16)) == {
+        NormUse(64, "bfloat16", inner=inner),
+        RopeUse(4, 2, dim, "bfloat16", norms=normed),
+    }

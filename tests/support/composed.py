@@ -74,11 +74,12 @@ class ComposedModel(nn.Module):
 
     def __call__(self, ids: mx.array, view: View) -> mx.array:
         x = self.embedding(ids)
+        norms = [layers["norm"] for layers in self.layers] + [self.norm]
+        h = norms[0](x)
         for index, (kind, layers) in enumerate(zip(self.kinds, self.layers, strict=True)):
-            h = layers["norm"](x)
             run = {"latent": self._latent, "state": self._recur}.get(kind.name, self._attend)
-            x = layers["out"](run(h, layers, view, index), x)
-        return self.norm(x)
+            x, h = norms[index + 1].of_sum(layers["out"](run(h, layers, view, index)), x)
+        return h
 
     def logits(self, h: mx.array) -> mx.array:
         return self.head(h)

@@ -16,13 +16,12 @@ struct WholeRows {
   float* totals;  // [M, groups]: sum times scale
 };
 
-// out[m, n] = sum over k of x[m, k] * w[n, k], + bias[n], + add[m, n].
+// out[m, n] = sum over k of x[m, k] * w[n, k], + bias[n].
 struct Matmul {
   const float* x;     // [M, K]
   WholeRows whole;    // x again, in the weight's groups, where the weight is made of whole numbers
   Panels w;           // [N, K]
   const float* bias;  // [N] or null
-  const float* add;   // like out, or null
   float* out;         // [M, N]
   int64_t m;
   const int32_t* out_rows;  // [M]: the row of out that each row of x becomes; null: the same
@@ -35,11 +34,22 @@ struct Choices {
   int64_t rows_per_x;  // so many neighbours share a row of x
 };
 
-// out = x / rms(x) * weight + add.
+// out = x / rms(x) * weight
 struct RmsNorm {
   const float* x;       // [rows, d]
   const float* weight;  // [d]
-  const float* add;     // like x, or null
+  float* out;
+  int64_t d;
+  float eps;
+};
+
+// sum = stream + y, or stream + y / rms(y) * inner; out = sum / rms(sum) * weight
+struct AddRmsNorm {
+  const float* y;       // [rows, d]
+  const float* stream;  // [rows, d]
+  const float* weight;  // [d]
+  const float* inner;   // [d] or null
+  float* sum;
   float* out;
   int64_t d;
   float eps;
@@ -147,6 +157,7 @@ struct Kernels {
   void (*to_whole)(const float* x, int64_t k, int group, const WholeRows& out, int64_t row);
   // Rows begin .. end.
   void (*rms_norm)(const RmsNorm&, int64_t begin, int64_t end);
+  void (*add_rms_norm)(const AddRmsNorm&, int64_t begin, int64_t end);
   void (*layer_norm)(const LayerNorm&, int64_t begin, int64_t end);
   // Numbers begin .. end.
   void (*gated)(const Gated&, int64_t begin, int64_t end);

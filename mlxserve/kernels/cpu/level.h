@@ -14,9 +14,9 @@
 namespace KERNELS {
 
 static constexpr mlxserve::Kernels table(const char* name) {
-  return {name,     matmul, to_whole,  rms_norm,    layer_norm, gated,
-          soft_cap, rope,   select,    greedy,      quantize,   quantize_floats,
-          attend,   merge,  pack_keys, pack_values, to_cache};
+  return {name,     matmul,    to_whole,    rms_norm, add_rms_norm, layer_norm,      gated,
+          soft_cap, rope,      select,      greedy,   quantize,     quantize_floats, attend,
+          merge,    pack_keys, pack_values, to_cache};
 }
 
 }  // namespace KERNELS

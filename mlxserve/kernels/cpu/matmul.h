@@ -26,17 +26,12 @@ static inline void write_row(const Matmul& a, int64_t panel, int64_t row, vf sum
   const int64_t at = (a.out_rows ? a.out_rows[row] : row) * a.w.n + first;
   if (a.w.n - first >= PANEL) {
     if (a.bias) sums = vadd(sums, vload(a.bias + first));
-    if (a.add) sums = vadd(sums, vload(a.add + at));
     return vstore(a.out + at, sums);
   }
   float lanes[PANEL];
   vstore(lanes, sums);
-  for (int64_t i = 0; i < a.w.n - first; i++) {
-    float y = lanes[i];
-    if (a.bias) y += a.bias[first + i];
-    if (a.add) y += a.add[at + i];
-    a.out[at + i] = y;
-  }
+  for (int64_t i = 0; i < a.w.n - first; i++)
+    a.out[at + i] = a.bias ? lanes[i] + a.bias[first + i] : lanes[i];
 }
 
 // ---- float weights

@@ -145,7 +145,7 @@ class Product {
       if (panels.k != k)
         refuse(op,
                "x has K=" + std::to_string(k) + ", the weight has K=" + std::to_string(panels.k));
-      jobs_.push_back({nullptr, {}, panels, nullptr, nullptr, nullptr, rows, nullptr});
+      jobs_.push_back({nullptr, {}, panels, nullptr, nullptr, rows, nullptr});
       weight_at_.push_back(add_input(inputs, data));
       if (!biases[i]) continue;
       const int n = static_cast<int>(panels.n);
@@ -182,26 +182,18 @@ class Product {
   std::vector<size_t> weight_at_, bias_at_;  // which input; bias: 0 where there is none
 };
 
-// x [T, K] float32 -> for each weight [T, N], + its bias, + add (only with one weight).
+// x [T, K] float32 -> for each weight [T, N], + its bias.
 std::vector<mx::array> matmul(const mx::array& x, const std::vector<const PanelWeight*>& weights,
-                              const std::vector<std::optional<mx::array>>& biases,
-                              const std::optional<mx::array>& add) {
+                              const std::vector<std::optional<mx::array>>& biases) {
   const char* op = "matmul";
   require_ndim(op, "x", x, 2);
-  if (add && weights.size() != 1) refuse(op, "`add` goes with a single weight");
   std::vector<mx::array> inputs = {x};
   const Product product(op, inputs, x.shape(0), weights, biases, false);
-  const auto outputs = product.outputs({x.shape(0)});
-  if (add) {
-    require_dtype(op, "add", *add, mx::float32);
-    require_shape(op, "add", *add, outputs[0].shape);
-  }
-  const size_t add_at = add ? add_input(inputs, *add) : 0;
-  return lazy(op, inputs, outputs, [product, add_at](const Inputs& in, const Outputs& out) {
-    auto jobs = product.jobs(in, out);
-    if (add_at) jobs[0].add = static_cast<const float*>(in[add_at]);
+  const auto work = [product](const Inputs& in, const Outputs& out) {
+    const auto jobs = product.jobs(in, out);
     run_matmul(jobs.data(), static_cast<int>(jobs.size()));
-  });
+  };
+  return lazy(op, inputs, product.outputs({x.shape(0)}), work);
 }
 
 // x [T, K] or [T, A, K] float32, experts [T, A] int32 -> for each stack of weights [T, A, N]: the
@@ -263,7 +255,7 @@ mx::array rows(const PanelWeight& weight, const mx::array& ids, float scale) {
 void bind_matmul(nb::module_& m) {
   nb::class_<PanelWeight>(m, "PanelWeight").def_ro("data", &PanelWeight::data);
   m.def("pack", &pack, "weight"_a, "scales"_a.none(), "biases"_a.none(), "codec"_a, "group"_a);
-  m.def("matmul", &matmul, "x"_a, "weights"_a, "biases"_a, "add"_a.none());
+  m.def("matmul", &matmul, "x"_a, "weights"_a, "biases"_a);
   m.def("gathered_matmul", &gathered_matmul, "x"_a, "weights"_a, "experts"_a, "biases"_a);
   m.def("rows", &rows, "weight"_a, "ids"_a, "scale"_a = 1.0f);
 }

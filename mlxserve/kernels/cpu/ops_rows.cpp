@@ -52,22 +52,39 @@ int64_t rows_of(const Array& x, int d) {
   return d ? static_cast<int64_t>(x.size()) / d : 0;
 }
 
-Array rms_norm(const Array& x, const Array& weight, float eps, const MaybeArray& add) {
+Array rms_norm(const Array& x, const Array& weight, float eps) {
   const char* op = "rms_norm";
   const int d = last_axis(op, x);
   require_floats(op, "weight", weight, {d});
-  std::vector<Array> inputs = {x, weight};
-  if (add) {
-    require_floats(op, "add", *add, x.shape());
-    inputs.push_back(*add);
-  }
   const int64_t rows = rows_of(x, d);
   const auto work = [=](const Inputs& in, const Outputs& out) {
-    const float* add = in.size() > 2 ? floats(in[2]) : nullptr;
-    const RmsNorm a{floats(in[0]), floats(in[1]), add, floats(out[0]), d, eps};
+    const RmsNorm a{floats(in[0]), floats(in[1]), floats(out[0]), d, eps};
     over_rows(rows, d, [&](int64_t begin, int64_t end) { kernels().rms_norm(a, begin, end); });
   };
-  return lazy(op, inputs, {{x.shape(), mx::float32}}, work)[0];
+  return lazy(op, {x, weight}, {{x.shape(), mx::float32}}, work)[0];
+}
+
+// The sum, and its norm.
+std::vector<Array> add_rms_norm(const Array& y, const Array& stream, const Array& weight, float eps,
+                                const MaybeArray& inner) {
+  const char* op = "add_rms_norm";
+  const int d = last_axis(op, y);
+  require_floats(op, "stream", stream, y.shape());
+  require_floats(op, "weight", weight, {d});
+  std::vector<Array> inputs = {y, stream, weight};
+  if (inner) {
+    require_floats(op, "inner", *inner, {d});
+    inputs.push_back(*inner);
+  }
+  const int64_t rows = rows_of(y, d);
+  const auto work = [=](const Inputs& in, const Outputs& out) {
+    const float* inner = in.size() > 3 ? floats(in[3]) : nullptr;
+    const AddRmsNorm a{
+        floats(in[0]), floats(in[1]), floats(in[2]), inner, floats(out[0]), floats(out[1]), d, eps};
+    over_rows(rows, d, [&](int64_t begin, int64_t end) { kernels().add_rms_norm(a, begin, end); });
+  };
+  const OutputSpec spec{y.shape(), mx::float32};
+  return lazy(op, inputs, {spec, spec}, work);
 }
 
 Array layer_norm(const Array& x, const Array& weight, const MaybeArray& bias, float eps) {
@@ -164,7 +181,8 @@ std::vector<Array> rope(const Array& q, const Array& k, const Array& positions,
 }  // namespace
 
 void bind_rows(nb::module_& m) {
-  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a, "add"_a = nb::none());
+  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "eps"_a);
+  m.def("add_rms_norm", &add_rms_norm, "y"_a, "stream"_a, "weight"_a, "eps"_a, "inner"_a.none());
   m.def("layer_norm", &layer_norm, "x"_a, "weight"_a, "bias"_a.none(), "eps"_a);
   m.def("gated", &gated, "gate"_a, "up"_a, "kind"_a);
   m.def("soft_cap", &soft_cap, "x"_a, "cap"_a);

@@ -7,6 +7,7 @@
 
 namespace KERNELS {
 
+using mlxserve::AddRmsNorm;
 using mlxserve::Gate;
 using mlxserve::Gated;
 using mlxserve::LayerNorm;
@@ -62,17 +63,33 @@ static inline float inverse_rms(const float* x, int64_t d, float eps) {
   return 1.0f / __builtin_sqrtf(squares / (float)d + eps);
 }
 
+static inline void rms_norm_row(const float* x, const float* weight, float* out, int64_t d,
+                                float eps) {
+  const vf scale = vset(inverse_rms(x, d, eps));
+  for_lanes(d, [=](int64_t i, int count) {
+    const vf y = vmul(vmul(load_some(x + i, count), scale), load_some(weight + i, count));
+    store_some(out + i, y, count);
+  });
+}
+
 static void rms_norm(const RmsNorm& a, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; row++)
+    rms_norm_row(a.x + row * a.d, a.weight, a.out + row * a.d, a.d, a.eps);
+}
+
+static void add_rms_norm(const AddRmsNorm& a, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; row++) {
-    const float* x = a.x + row * a.d;
-    const float* add = a.add ? a.add + row * a.d : nullptr;
-    float* out = a.out + row * a.d;
-    const vf scale = vset(inverse_rms(x, a.d, a.eps));
-    for_lanes(a.d, [=, &a](int64_t i, int count) {
-      vf y = vmul(vmul(load_some(x + i, count), scale), load_some(a.weight + i, count));
-      if (add) y = vadd(y, load_some(add + i, count));
-      store_some(out + i, y, count);
+    const float* y = a.y + row * a.d;
+    const float* stream = a.stream + row * a.d;
+    float* sum = a.sum + row * a.d;
+    if (a.inner) {
+      rms_norm_row(y, a.inner, sum, a.d, a.eps);
+      y = sum;
+    }
+    for_lanes(a.d, [=](int64_t i, int count) {
+      store_some(sum + i, vadd(load_some(stream + i, count), load_some(y + i, count)), count);
     });
+    rms_norm_row(sum, a.weight, a.out + row * a.d, a.d, a.eps);
   }
 }
 

@@ -31,3 +31,24 @@ inline float4 split<4>(uint word) {
       float(word & 15u), float((word >> 4) & 15u), float((word >> 8) & 15u),
       float((word >> 12) & 15u));
 }
+
+// Two numbers, rounded to the nearest, in a word.
+template <typename T>
+inline uint pack(float2 x);
+
+template <>
+inline uint pack<half>(float2 x) {
+  return as_type<uint>(half2(x));
+}
+
+// By their bits: bfloat16 is no type of its own in every Metal.
+inline uint bfloat16_bits(float x) {
+  const uint bits = as_type<uint>(x);
+  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  return is_nan ? 0x7fc0u : (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+}
+
+template <>
+inline uint pack<bfloat16_t>(float2 x) {
+  return bfloat16_bits(x.x) | (bfloat16_bits(x.y) << 16);
+}

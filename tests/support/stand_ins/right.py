@@ -147,10 +147,36 @@ def _pack_pages(launch, template, hot, ids):
     return [words, *(x.reshape(launch.shapes[1]) for x in (scales, biases))]
 
 
+def _add_rms_norm(launch, template, y, stream, weight, inner, eps):
+    def norm(x, weight):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+    sums = mx.array((stream + (norm(y, inner) if template["INNER"] else y)).astype(np.float32))
+    rounded = _numpy(sums.astype(launch.dtypes[0]))
+    return [rounded, norm(rounded, weight)]
+
+
+def _rotate(launch, template, q, k, positions, periods, q_norm, k_norm, numbers):
+    gain, eps = numbers
+    angles = (positions[:, None] / periods)[:, None]
+    cosine, sine = np.cos(angles), np.sin(angles)
+    turned = []
+    for x, weight in ((q, q_norm), (k, k_norm)):
+        if template["NORMS"]:
+            x = x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+        low, high = np.split(gain * x, 2, axis=-1)
+        turned.append(
+            np.concatenate([low * cosine - high * sine, high * cosine + low * sine], axis=-1)
+        )
+    return turned
+
+
 COMPUTE = {
     "paged_attention": _parts,
     "packed_attention": _packed_parts,
     "paged_attention_merge": _merge,
     "quantized_matmul": _quantized_matmul,
     "pack_pages": _pack_pages,
+    "add_rms_norm": _add_rms_norm,
+    "rotate": _rotate,
 }
