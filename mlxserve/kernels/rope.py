@@ -27,9 +27,9 @@ def rotate(
 
     q: `[T, Hq, D]`; k: `[T, Hk, D]`; positions: int32 `[T]`; periods: float32 `[D / 2]`. q_norm,
     k_norm: `[D]`, both or none: weights of an RMS norm of each head before that, with `eps`.
-    Returns q and k, rotated, in their dtypes. The native kernel takes float32 and D up to 1024, the Metal
-    kernel 16 bits; the angles of both are exact to 1e-6 radians at any position. Raises ValueError
-    for other shapes and dtypes.
+    Returns q and k, rotated, in their dtypes. The native kernel takes float32 and D up to 1024, the
+    Metal kernel 16 bits; the angles of both are exact to 1e-6 radians at any position. Raises
+    ValueError for other shapes and dtypes.
     """
     norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
     if (q_norm is None) != (k_norm is None):
