@@ -66,6 +66,10 @@ def column(number, edit):
     return change
 
 
+def other_order(work):
+    return np.concatenate([work[:, :4], np.roll(work[:, 4:], 1, axis=1)], axis=1)
+
+
 def without(option):
     def change(launch):
         template = dict(launch.template) | {option: False}
@@ -74,20 +78,25 @@ def without(option):
     return change
 
 
-POSITION, LOW, SEALED, FIRST_ITEM, ITEMS = 1, 2, 4, 6, 7
+BEGIN, END, SEALED = 1, 2, 3  # of work
+FIRST_ITEM, ITEMS = 0, 1  # of rows
+LATE = column(BEGIN, lambda t, begin, end, *_: begin + ((begin > 0) & (end - begin > 1)))
+EARLY = column(BEGIN, lambda t, begin, *_: begin - (begin > 0))
 MUTANTS = {
-    "the newest token is left out": parts(5, column(POSITION, lambda t, p, low, *_: p - (p > low))),
-    "one beyond it is read": parts(5, column(POSITION, lambda t, p, *_: p + 1)),
-    "the window begins late": parts(5, column(LOW, lambda t, p, low, *_: low + (p > low))),
-    "the window begins early": parts(5, column(LOW, lambda t, p, low, *_: low - (low > 0))),
+    "the newest token is left out": parts(
+        5, column(END, lambda t, begin, end, *_: end - (end - begin > 1))
+    ),
+    "one beyond it is read": parts(5, column(END, lambda t, begin, end, *_: end + (end % 64 > 0))),
+    "the window begins late": parts(5, LATE),
+    "the window begins early": parts(5, EARLY),
     "a hot page is taken from the pool": parts(5, column(SEALED, lambda *row: row[SEALED] + 1)),
     "sealed pages are taken from the hot": parts(5, column(SEALED, lambda *row: 0 * row[SEALED])),
-    "pages in another order": parts(7, lambda pages: np.roll(pages, 1)),
-    "another scale": parts(8, lambda how: how * np.array([1.1, 1], np.float32)),
+    "pages in another order": parts(5, other_order),
+    "another scale": parts(6, lambda how: how * np.array([1.1, 1], np.float32)),
     "no softcap": ("paged_attention", without("SOFTCAP")),
     "no sinks": ("paged_attention_merge", without("SINKS")),
     "no last part": merge(2, column(ITEMS, lambda *row: row[ITEMS] - (row[ITEMS] > 1))),
-    "no first part": merge(2, column(FIRST_ITEM, lambda *row: row[6] + (row[ITEMS] > 1))),
+    "no first part": merge(2, column(FIRST_ITEM, lambda *row: row[FIRST_ITEM] + (row[ITEMS] > 1))),
     "rows are mixed up": merge(2, lambda rows: np.roll(rows, 1, axis=0)),
 }
 
@@ -107,12 +116,12 @@ def packed(number, edit):
 
 
 PACKED_MUTANTS = {
-    "the window begins late": packed(7, column(LOW, lambda t, p, low, *_: low + (p > low))),
-    "the window begins early": packed(7, column(LOW, lambda t, p, low, *_: low - (low > 0))),
+    "the window begins late": packed(7, LATE),
+    "the window begins early": packed(7, EARLY),
     "other scales of keys": packed(2, lambda scales: scales * np.float16(1.1)),
     "other scales of values": packed(5, lambda scales: scales * np.float16(1.1)),
     "codes of values from another token": packed(4, lambda codes: np.roll(codes, 1, axis=2)),
-    "pages in another order": packed(9, lambda pages: np.roll(pages, 1)),
+    "pages in another order": packed(7, other_order),
     "no softcap": ("packed_attention", without("SOFTCAP")),
     "no newer parts": ("paged_attention_merge", without("NEWER")),
     "no newest part": merge(5, column(ITEMS, lambda *row: 0 * row[ITEMS])),

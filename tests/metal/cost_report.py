@@ -42,8 +42,9 @@ launches together. Packed pages have so many bits a number, the hot page at the 
 - *Threadgroup memory*: in bytes of a threadgroup, which may have 32768; and what all threads together load and store there.
 - *Barriers* of threadgroups; *simd operations* of simdgroups, their barriers included.
 
-Beyond whole lines, packed pages cost: what every simdgroup reads of the tables, up to 6 % of the lines where heads
-have 64 numbers; and scales that fill no whole lines, such as those of 80 channels.
+Beyond the least are queries, read for every part, and the parts' results, written and read again: up to 10 % of lines
+where eight query heads share a KV head. Every simdgroup reads scale and softcap, up to 1.5 %. The scales of a page's keys
+fill no whole lines where heads have 80 numbers, 2 to 3 %; nor does a token's head then, which matters in token-major pages.
 
 | Hq/Hk | D | Hk | complete pages | MB | bytes to the least | transactions to the least | coalescing | loads of each byte | operations | threadgroup memory | MB loaded, stored there | barriers | simd operations |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |

@@ -3,7 +3,10 @@
 import pytest
 
 from tests.metal import matmul_cost, pack_cost, rows_cost
-from tests.metal.cost_report import CASES, LENGTHS, TABLE, measure, table
+from tests.metal.cost_report import CASES, LENGTHS, TABLE, Case, measure, table
+
+# Hot, so token-major, as complete pages aren't left: 160 bytes of a head, then those of the other.
+ACROSS_LINES = Case(3, 80, 2, sealed=False)
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +37,14 @@ def test_the_committed_table_is_that_of_the_kernels(rows, pack_rows, matmul_rows
 
 
 @pytest.mark.full
-def test_sealed_pages_are_read_once_and_whole(rows):
+def test_pages_are_read_once_and_whole(rows):
+    assert ACROSS_LINES in rows
     for case, row in rows.items():
         assert row.cache_loads <= 1.01, case
         assert row.bytes_ratio <= 1.10, case
-        if case.sealed and not (case.bits and case.dim == 80):
-            most = 1.18 if case.bits and case.dim == 64 else 1.15
-            assert row.transactions_ratio <= most, case
-            assert row.coalescing <= 1.02, case
+        if case != ACROSS_LINES:
+            assert row.transactions_ratio <= 1.15, case
+            assert row.coalescing <= 1.03, case
 
 
 @pytest.mark.full

@@ -7,16 +7,18 @@ inline void stage(threadgroup uint4* to, const device uint4* from, int lane) {
   }
 }
 
-// N words of scales and as many of biases, two numbers each; a word there holds a scale and its bias.
+// N times four scales and as many biases; a word there holds a scale and its bias.
 template <int N>
 inline void stage_affine(
-    threadgroup uint2* to, const device uint* scales, const device uint* biases, int lane) {
+    threadgroup uint4* to, const device uint2* scales, const device uint2* biases, int lane) {
   UNROLL for (int n = 0; n < (N + 31) / 32; n++) {
     const int i = n * 32 + lane;
     if (N % 32 == 0 || i < N) {
-      const uint scale = scales[i];
-      const uint bias = biases[i];
-      to[i] = uint2((scale & 0xffffu) | (bias << 16), (scale >> 16) | (bias & 0xffff0000u));
+      const uint2 scale = scales[i];
+      const uint2 bias = biases[i];
+      const uint2 even = (scale & 0xffffu) | (bias << 16);
+      const uint2 odd = (scale >> 16) | (bias & 0xffff0000u);
+      to[i] = uint4(even.x, odd.x, even.y, odd.y);
     }
   }
 }

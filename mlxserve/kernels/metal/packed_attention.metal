@@ -8,19 +8,18 @@
 // token's values lie end to end: a lane takes four channels and goes over the tokens. What is unpacked
 // once serves all heads. What each simdgroup found is merged at the end, in their order.
 //
-// Keys of a page are read whole, values in whole tiles. What lies outside low .. position changes
-// nothing, whatever it is in values, and whatever finite number in keys: a group of keys with another
-// one is NaN as a whole.
+// Keys of a page are read whole, values in whole tiles. What the part doesn't see changes nothing,
+// whatever it is in values, and whatever finite number in keys: a group of keys with another one is
+// NaN as a whole.
 //
-// A tile holds the keys of CHANNELS channels, or the values of TOKENS tokens; the scales of SCALED
-// channels come together.
+// A tile holds the keys of CHANNELS channels, or the values of TOKENS tokens; the scales of
+// SCALED_CHANNELS and SCALED_TOKENS come together.
 //
 // k_codes [pages, Hk, D, 64 codes of KB bits]    k_scales, k_biases [pages, Hk, D]
 // v_codes [pages, Hk, 64, DP codes of VB bits]   v_scales, v_biases [pages, Hk, 64, GROUPS]
-// q, how, rows, work, pages, partial, tops: see paged_attention.metal. Where VB is 16, values are
-// plain, in T.
+// q, how, work, partial, tops: see paged_attention.metal. Where VB is 16, values are plain, in T.
 constexpr int PAGE = 64;
-constexpr int GROUPS = (D + 31) / 32;  // of a token's values
+constexpr int GROUPS = VB == 16 ? 0 : (D + 31) / 32;  // of a token's values, with a scale each
 constexpr int DP = VB == 16 ? D : GROUPS * 32;
 constexpr int QUADS = D / 4;  // of a token's channels
 constexpr bool PAIRED = QUADS == 16;  // a simdgroup takes the values of two tokens at once
@@ -32,12 +31,15 @@ constexpr int VALUE_VECTORS = DP * VB / 128;  // of a token
 constexpr int KEYS_TILE = CHANNELS * KEY_VECTORS;
 constexpr int VALUES_TILE = TOKENS * VALUE_VECTORS;
 constexpr int TILE = KEYS_TILE > VALUES_TILE ? KEYS_TILE : VALUES_TILE;
-constexpr int AFFINES = SCALED > TOKENS * GROUPS ? SCALED : TOKENS * GROUPS;
+constexpr int KEY_SCALES = SCALED_CHANNELS / 4;
+constexpr int VALUE_SCALES = SCALED_TOKENS * GROUPS / 4;
+constexpr int SCALES = KEY_SCALES > VALUE_SCALES ? KEY_SCALES : VALUE_SCALES;
 constexpr int TOGETHER = TILE / QUADS;  // heads whose sums fit in a tile
 constexpr float LOWEST = -1e30f;
 
+threadgroup int task[4 + PAGES];
 threadgroup uint4 tiles[NSG * TILE];
-threadgroup uint4 affines[NSG * AFFINES / 4];
+threadgroup uint4 affines[NSG * SCALES];
 threadgroup float4 queries[H * QUADS];
 threadgroup float2 found[NSG * H];
 
@@ -50,19 +52,20 @@ const int kv_heads = int(threadgroups_per_grid.y) / (G / H);
 const int q_heads = kv_heads * G;
 const int q_head = int(threadgroup_position_in_grid.y) * H;
 
-const int4 part_of = ((const device int4*)work)[item];
-const int4 row = ((const device int4*)rows)[part_of.x * 2];
-const int position = row.y;
-const int low = row.z;
+// Once for all simdgroups: each would load the same lines.
+if (thread_id < 4 + PAGES) task[thread_id] = work[item * (4 + PAGES) + thread_id];
+threadgroup_barrier(mem_flags::mem_threadgroup);
+const int part_begin = task[1];
+const int part_end = task[2];
 
 const float scale = how[0];
-const device uint* q_words = (const device uint*)(q + (long(row.x) * q_heads + q_head) * D);
+const device uint* q_words = (const device uint*)(q + (long(task[0]) * q_heads + q_head) * D);
 for (int i = thread_id; i < H * D / 2; i += NSG * 32)
   ((threadgroup float2*)queries)[i] = unpack<T>(q_words[i]) * scale;
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
 threadgroup uint4* tile = tiles + simd_gid * TILE;
-threadgroup uint4* affine = affines + simd_gid * (AFFINES / 4);
+threadgroup uint4* affine = affines + simd_gid * SCALES;
 const threadgroup uint* affine_words = (const threadgroup uint*)affine;
 const int quad = PAIRED ? lane % 16 : lane;
 
@@ -72,24 +75,23 @@ float4 out[H][TURNS];
 UNROLL for (int h = 0; h < H; h++)
   UNROLL for (int i = 0; i < TURNS; i++) out[h][i] = float4(0.0f);
 
-for (int page = part_of.y + simd_gid; page < part_of.z; page += NSG) {
-  const long at = long(pages[part_of.w + page]) * kv_heads + kv_head;
-  const int begin = metal::max(low - page * PAGE, 0);
-  const int end = metal::min(position + 1 - page * PAGE, PAGE);
+for (int page = simd_gid; page * PAGE < part_end; page += NSG) {
+  const long at = long(task[4 + page]) * kv_heads + kv_head;
+  const int begin = metal::max(part_begin - page * PAGE, 0);
+  const int end = metal::min(part_end - page * PAGE, PAGE);
 
   const device uint4* keys = (const device uint4*)k_codes + at * (D * KEY_VECTORS);
-  const device uint* key_scales = (const device uint*)k_scales + at * (D / 2);
-  const device uint* key_biases = (const device uint*)k_biases + at * (D / 2);
+  const device uint2* key_scales = (const device uint2*)k_scales + at * (D / 4);
+  const device uint2* key_biases = (const device uint2*)k_biases + at * (D / 4);
   float2 score[H];
   UNROLL for (int h = 0; h < H; h++) score[h] = float2(0.0f);
   for (int c = 0; c < D; c += CHANNELS) {
     stage<KEYS_TILE>(tile, keys + c * KEY_VECTORS, lane);
-    if (c % SCALED == 0)
-      stage_affine<SCALED / 2>(
-          (threadgroup uint2*)affine, key_scales + c / 2, key_biases + c / 2, lane);
+    if (c % SCALED_CHANNELS == 0)
+      stage_affine<KEY_SCALES>(affine, key_scales + c / 4, key_biases + c / 4, lane);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     for (int i = 0; i < CHANNELS; i += 4) {
-      const uint4 four = affine[(c % SCALED + i) / 4];
+      const uint4 four = affine[(c % SCALED_CHANNELS + i) / 4];
       float2 key[4];
       UNROLL for (int k = 0; k < 4; k++) {
         const float2 by = unpack<half>(four[k]);
@@ -124,14 +126,15 @@ for (int page = part_of.y + simd_gid; page < part_of.z; page += NSG) {
   }
 
   const device uint4* values = (const device uint4*)v_codes + at * (PAGE * VALUE_VECTORS);
-  const device uint* value_scales = (const device uint*)v_scales + at * (PAGE * GROUPS / 2);
-  const device uint* value_biases = (const device uint*)v_biases + at * (PAGE * GROUPS / 2);
-  for (int t = begin / TOKENS * TOKENS; t < end; t += TOKENS) {
+  const device uint2* value_scales = (const device uint2*)v_scales + at * (PAGE * GROUPS / 4);
+  const device uint2* value_biases = (const device uint2*)v_biases + at * (PAGE * GROUPS / 4);
+  const int first_tile = begin / TOKENS * TOKENS;
+  for (int t = first_tile; t < end; t += TOKENS) {
     stage<VALUES_TILE>(tile, values + t * VALUE_VECTORS, lane);
-    if (VB < 16)
-      stage_affine<TOKENS * GROUPS / 2>(
-          (threadgroup uint2*)affine, value_scales + t * GROUPS / 2, value_biases + t * GROUPS / 2,
-          lane);
+    if (t == first_tile || t % SCALED_TOKENS == 0) {
+      const int scales_at = t / SCALED_TOKENS * VALUE_SCALES;
+      stage_affine<VALUE_SCALES>(affine, value_scales + scales_at, value_biases + scales_at, lane);
+    }
     simdgroup_barrier(mem_flags::mem_threadgroup);
     for (int j = 0; j < TOKENS; j += 2) {
       float4 value[SIDE][TURNS];
@@ -146,7 +149,8 @@ for (int page = part_of.y + simd_gid; page < part_of.z; page += NSG) {
               const uint2 words = ((const threadgroup uint2*)tile)[q_at];
               value[k][i] = float4(unpack<T>(words.x), unpack<T>(words.y));
             } else {
-              const float2 by = unpack<half>(affine_words[from * GROUPS + quad / 8 + i * 4]);
+              const int scaled_token = t % SCALED_TOKENS + from;
+              const float2 by = unpack<half>(affine_words[scaled_token * GROUPS + quad / 8 + i * 4]);
               value[k][i] = four_codes<VB>(tile, q_at) * by.x + by.y;
             }
           }

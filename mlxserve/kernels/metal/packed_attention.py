@@ -41,15 +41,13 @@ def packed_parts(
     q: mx.array,
     pool: PoolSides,
     parts: Parts,
-    pages: mx.array,
     how: mx.array,
     *,
     softcap: bool,
 ) -> Launch:
     """Partial `[items, Hq, D]` and tops `[Hq, items, 2]`, float32, of the parts of packed pages.
 
-    q: in the cache's dtype; pool: keys packed, values packed or plain; pages, how: as
-    paged_attention.metal reads them.
+    q: in the cache's dtype; pool: keys packed, values packed or plain; how: scale and softcap.
     """
     key_bits, value_bits = packed_bits(pool)
     value_bits = value_bits or 16
@@ -59,7 +57,7 @@ def packed_parts(
     (_, q_heads, dim), kv_heads = q.shape, keys.codes.shape[1]
     group = q_heads // kv_heads
     heads = _heads_together(group, dim)
-    channels = _channels(dim, key_bits)
+    channels, tokens = _channels(dim, key_bits), _tokens(dim, value_bits)
     template = {
         "T": q.dtype,
         "D": dim,
@@ -68,15 +66,17 @@ def packed_parts(
         "NSG": SIMDGROUPS,
         "KB": key_bits,
         "VB": value_bits,
+        "PAGES": parts.pages,
         "CHANNELS": channels,
-        "SCALED": _scaled_channels(dim, channels),
-        "TOKENS": _tokens(dim, value_bits),
+        "SCALED_CHANNELS": _scaled_channels(dim, channels),
+        "TOKENS": tokens,
+        "SCALED_TOKENS": _scaled_tokens(dim, tokens),
         "SOFTCAP": softcap,
     }
     threads = 32 * SIMDGROUPS
     return Launch(
         kernel=PACKED_PARTS,
-        arrays=(q, *keys, *values, parts.rows, parts.work, pages, how),
+        arrays=(q, *keys, *values, parts.work, how),
         template=tuple(template.items()),
         grid=(parts.items * threads, kv_heads * (group // heads), 1),
         threadgroup=(threads, 1, 1),
@@ -111,11 +111,17 @@ def _tokens(dim: int, bits: int) -> int:
     return max(n for n in (4, 8, 16, 32, 64) if n * channels * bits <= TILE_BYTES * 8)
 
 
+def _scaled_tokens(dim: int, tokens: int) -> int:
+    """Tokens whose scales are loaded together: those of tiles that fill lines of 128 bytes."""
+    groups = -(-dim // VALUE_GROUP)
+    return min(n for n in (4, 8, 16, 32, 64) if n >= tokens and n * groups % 64 == 0)
+
+
 PACKED_PARTS = Kernel(
     "packed_attention",
     (
         *("q", "k_codes", "k_scales", "k_biases", "v_codes", "v_scales", "v_biases"),
-        *("rows", "work", "pages", "how"),
+        *("work", "how"),
     ),
     ("partial", "tops"),
     source("packed_attention.metal"),

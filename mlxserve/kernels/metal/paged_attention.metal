@@ -1,20 +1,19 @@
 // Attention of one new token per row over its pages: a part of the context, for the query heads that
 // share a KV head.
 //
-// A threadgroup takes one item of `work`: up to four pages of one row, for H of the G query heads of a
+// A threadgroup takes one item of `work`: up to PAGES pages of one row, for H of the G query heads of a
 // KV head. Its simdgroups take tiles of TILE tokens in turn and never wait for each other: a tile's
 // keys are copied to threadgroup memory as they lie in the page, front to back, so that every load is
 // coalesced whatever the head dim; then a lane takes a token, so that a score needs no sum over lanes
 // and a key, once unpacked, serves all heads. The values follow through the same memory; there a lane
 // takes channels. What each simdgroup found is merged at the end, in their order.
 //
-// Tokens outside low .. position are never read.
+// Tokens that the part doesn't see are never read.
 //
 // q       [T, Hq, D]           hot_k, hot_v    [hot pages * 64, Hk, D]
 // how     scale, softcap       pool_k, pool_v  [pages, Hk, 64, D], all in T
-// rows    [R, 8]: token of q, position, low, first page, sealed pages, where in pages, first item, items
-// work    [items, 4]: row, page begin, page end, where in pages the row's page 0 would be
-// pages   page ids of all rows
+// work    [items, 4 + PAGES]: token of q; begin and end of what it sees, in tokens from the start of
+//         the part's first page; pages of the part that are sealed, the first ones; ids of all
 // partial [items, Hq, D]       sums of p * v, where p = exp(score - largest)
 // tops    [Hq, items, 2]       largest score, sum of p
 constexpr int PAGE = 64;
@@ -28,6 +27,7 @@ constexpr int COPIES = TILE * VECTORS / 32;  // vectors of a tile per lane
 constexpr bool FULL = WORDS % 32 == 0;       // all lanes have words in every turn
 constexpr float LOWEST = -1e30f;
 
+threadgroup int task[4 + PAGES];
 threadgroup uint4 tiles[NSG * TILE * LINE];
 threadgroup float4 queries[H * D / 4];
 threadgroup float2 found[NSG * H];
@@ -41,19 +41,15 @@ const int kv_heads = int(threadgroups_per_grid.y) / (G / H);
 const int q_heads = kv_heads * G;
 const int q_head = int(threadgroup_position_in_grid.y) * H;
 
-const int4 part_of = ((const device int4*)work)[item];
-const int4 row = ((const device int4*)rows)[part_of.x * 2];
-const int4 row_pages = ((const device int4*)rows)[part_of.x * 2 + 1];
-const int page_begin = part_of.y;
-const int page_end = part_of.z;
-const int position = row.y;
-const int low = row.z;
-const int first_page = row.w;
-const int sealed = row_pages.x;
-const int pages_at = row_pages.y;
+// Once for all simdgroups: each would load the same lines.
+if (thread_id < 4 + PAGES) task[thread_id] = work[item * (4 + PAGES) + thread_id];
+threadgroup_barrier(mem_flags::mem_threadgroup);
+const int part_begin = task[1];
+const int part_end = task[2];
+const int sealed = task[3];
 
 const float scale = how[0];
-const device uint* q_words = (const device uint*)(q + (long(row.x) * q_heads + q_head) * D);
+const device uint* q_words = (const device uint*)(q + (long(task[0]) * q_heads + q_head) * D);
 for (int i = thread_id; i < H * WORDS; i += NSG * 32)
   ((threadgroup float2*)queries)[i] = unpack<T>(q_words[i]) * scale;
 threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -72,15 +68,11 @@ UNROLL for (int h = 0; h < H; h++) {
   UNROLL for (int i = 0; i < PAIRS; i++) out[h][i] = float2(0.0f);
 }
 
-for (int t = simd_gid; t < (page_end - page_begin) * TILES; t += NSG) {
-  const int page = page_begin + t / TILES;
-  const int begin = metal::max(page * PAGE + t % TILES * TILE, low);
-  const int end = metal::min(page * PAGE + t % TILES * TILE + TILE, position + 1);
-  const int count = end - begin;
-  if (count <= 0) continue;
-
-  const long id = pages[pages_at + page - first_page];
-  const bool in_pool = page - first_page < sealed;
+for (int t = part_begin / TILE + simd_gid; t * TILE < part_end; t += NSG) {
+  const int begin = metal::max(t * TILE, part_begin);
+  const int count = metal::min(t * TILE + TILE, part_end) - begin;
+  const long id = task[4 + t / TILES];
+  const bool in_pool = t / TILES < sealed;
   const int step = in_pool ? VECTORS : kv_heads * VECTORS;
   const long at = in_pool ? ((id * kv_heads + kv_head) * PAGE + begin % PAGE) * D
                           : ((id * PAGE + begin % PAGE) * kv_heads + kv_head) * D;

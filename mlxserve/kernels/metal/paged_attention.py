@@ -71,15 +71,15 @@ def parts(
 ) -> list[tuple[Launch, mx.array]]:
     """The launches that don't wait for others, and the rows of their parts, oldest first."""
     q = q.astype(hot[0].dtype)
-    arrays = plan.pages, _how(scale, softcap or 0.0)
+    how = _how(scale, softcap or 0.0)
     launches = []
     if plan.packed.items:
-        packed = packed_parts(q, pool, plan.packed, *arrays, softcap=softcap is not None)
+        packed = packed_parts(q, pool, plan.packed, how, softcap=softcap is not None)
         launches.append((packed, plan.packed.rows))
     if plan.plain.items:
         # Beside a packed pool no page of a plain one is read.
         plain = tuple(x if isinstance(x, mx.array) else y for x, y in zip(pool, hot, strict=True))
-        launch = plain_parts(q, hot, plain, plan.plain, *arrays, softcap=softcap is not None)
+        launch = plain_parts(q, hot, plain, plan.plain, how, softcap=softcap is not None)
         launches.append((launch, plan.plain.rows))
     return launches
 
@@ -89,7 +89,6 @@ def plain_parts(
     hot: Sides,
     pool: Sides,
     parts: Parts,
-    pages: mx.array,
     how: mx.array,
     *,
     softcap: bool,
@@ -105,13 +104,14 @@ def plain_parts(
         "G": group,
         "H": heads,
         "NSG": SIMDGROUPS,
+        "PAGES": parts.pages,
         "TILE": tile,
         "SOFTCAP": softcap,
     }
     threads = 32 * SIMDGROUPS
     return Launch(
         kernel=PARTS,
-        arrays=(q, *hot, *pool, parts.rows, parts.work, pages, how),
+        arrays=(q, *hot, *pool, parts.work, how),
         template=tuple(template.items()),
         grid=(parts.items * threads, kv_heads * (group // heads), 1),
         threadgroup=(threads, 1, 1),
@@ -158,7 +158,7 @@ def _how(scale: float, softcap: float) -> mx.array:
 
 PARTS = Kernel(
     "paged_attention",
-    ("q", "hot_k", "hot_v", "pool_k", "pool_v", "rows", "work", "pages", "how"),
+    ("q", "hot_k", "hot_v", "pool_k", "pool_v", "work", "how"),
     ("partial", "tops"),
     source("paged_attention.metal"),
     source("numbers.metal"),

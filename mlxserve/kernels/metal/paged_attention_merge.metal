@@ -1,8 +1,8 @@
 // Puts together what paged_attention found in the parts of a row's context, oldest first. A
 // simdgroup takes one head of one row.
 //
-// rows, tops, partial: see paged_attention.metal. newer_*: those of the parts after them, of which there
-// are some if NEWER. sinks [Hq]: read only if SINKS.
+// rows [R, 2]: first item, items. tops, partial: see paged_attention.metal. newer_*: those of the parts
+// after them, of which there are some if NEWER. sinks [Hq]: read only if SINKS.
 // out [R, Hq, D]
 constexpr int WORDS = D / 2;
 constexpr int PAIRS = (WORDS + 31) / 32;
@@ -11,12 +11,12 @@ const int lane = int(thread_index_in_simdgroup);
 const int row = int(threadgroup_position_in_grid.x);
 const int head = int(threadgroup_position_in_grid.y);
 const int q_heads = int(threadgroups_per_grid.y);
-const int4 row_items = ((const device int4*)rows)[row * 2 + 1];
-const int item = row_items.z;
-const int older = row_items.w;
-const int4 newer_items = NEWER ? ((const device int4*)newer_rows)[row * 2 + 1] : int4(0);
-const int newer_item = newer_items.z - older;  // where the newer ones begin, counted from the older
-const int items = older + newer_items.w;
+const int2 row_items = ((const device int2*)rows)[row];
+const int item = row_items.x;
+const int older = row_items.y;
+const int2 newer_items = NEWER ? ((const device int2*)newer_rows)[row] : int2(0);
+const int newer_item = newer_items.x - older;  // where the newer ones begin, counted from the older
+const int items = older + newer_items.y;
 // MLX puts arrays of fewer than 8 numbers into another address space, so no type is named here.
 const auto found = tops + (long(head) * tops_shape[1] + item) * 2;
 const auto newer_found = newer_tops + (long(head) * newer_tops_shape[1] + newer_item) * 2;

@@ -16,12 +16,18 @@ MAX_LANE_NUMBERS = 56
 class Parts(NamedTuple):
     """Parts of rows, for one launch.
 
-    rows: int32 `[R, 8]`, work: int32 `[items, 4]`, as paged_attention.metal reads them.
+    rows: int32 `[R, 2]`, at least 4 rows, as paged_attention_merge.metal reads them; work: int32
+    `[items, 4 + pages]`, as paged_attention.metal does; pages: the most that a part has.
     """
 
     rows: mx.array
     work: mx.array
-    items: int
+    pages: int
+
+    @property
+    def items(self) -> int:
+        """How many parts there are."""
+        return self.work.shape[0]
 
 
 class DecodePlan:
@@ -48,26 +54,36 @@ class DecodePlan:
         begin, end = low // PAGE_TOKENS, position // PAGE_TOKENS + 1
         # Where packed pages end and others begin.
         border = np.clip(base + sealed, begin, end) if packed_pages else begin
-        self.packed = _parts(table, low, begin, border, packed_pages or PLAIN_PAGES)
-        self.plain = _parts(table, low, border, end, PLAIN_PAGES)
+        self.packed = _parts(table, pages, low, begin, border, packed_pages or PLAIN_PAGES)
+        self.plain = _parts(table, pages, low, border, end, PLAIN_PAGES)
         self.count = len(table)
-        self.pages = mx.array(np.resize(pages, max(8, len(pages))).astype(np.int32))
 
 
 def _parts(
-    table: np.ndarray, low: np.ndarray, begin: np.ndarray, end: np.ndarray, most: int
+    table: np.ndarray,
+    pages: np.ndarray,
+    low: np.ndarray,
+    begin: np.ndarray,
+    end: np.ndarray,
+    most: int,
 ) -> Parts:
-    """Pages begin .. end of each row in parts of at most `most`."""
-    first, _, position, base, sealed, at, _ = table.T
+    """Pages begin .. end of each row in parts of at most `most`. low: its oldest token seen."""
     first_part = begin // most
     items = np.where(begin < end, -(-end // most) - first_part, 0)
     first_item = np.cumsum(items) - items
     row = np.repeat(np.arange(len(items)), items)
     part = first_part[row] + np.arange(len(row)) - first_item[row]
-    work = np.zeros((max(2, len(row)), 4), np.int32)  # below 8 numbers MLX changes their type
-    work[: len(row), 0] = row
-    work[: len(row), 1] = np.maximum(part * most, begin[row])
-    work[: len(row), 2] = np.minimum(part * most + most, end[row])
-    work[: len(row), 3] = (at - base)[row]
-    rows = np.stack([first, position, low, base, sealed, at, first_item, items], axis=1)
-    return Parts(mx.array(rows.astype(np.int32)), mx.array(work), len(row))
+    first_page = np.maximum(part * most, begin[row])
+    end_page = np.minimum(part * most + most, end[row])
+    token, _, position, base, sealed, at, _ = table[row].T
+    first_token = first_page * PAGE_TOKENS
+    work = np.empty((len(row), 4 + most), np.int32)
+    work[:, 0] = token
+    work[:, 1] = np.maximum(low[row], first_token) - first_token
+    work[:, 2] = np.minimum(position + 1, end_page * PAGE_TOKENS) - first_token
+    work[:, 3] = np.clip(base + sealed, first_page, end_page) - first_page
+    slots = (at - base + first_page)[:, None] + np.arange(most)
+    work[:, 4:] = pages.take(slots, mode="clip")  # behind a part's last page: ids that nobody reads
+    rows = np.zeros((max(4, len(items)), 2), np.int32)  # below 8 numbers MLX changes their type
+    rows[: len(items)] = np.stack([first_item, items], axis=1)
+    return Parts(mx.array(rows), mx.array(work), most)

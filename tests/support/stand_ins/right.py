@@ -32,33 +32,29 @@ def _numpy(x):
     return np.array(wide).astype(np.float64 if wide is not x or x.dtype == mx.float32 else np.int64)
 
 
-def _parts(launch, template, q, hot_k, hot_v, pool_k, pool_v, rows, work, pages, how):
+def _parts(launch, template, q, hot_k, hot_v, pool_k, pool_v, work, how):
     hot_k, hot_v = (x.reshape(-1, P, *x.shape[1:]) for x in (hot_k, hot_v))
 
-    def page(row, number):
-        _, _, _, first_page, sealed, at, _, _ = row
-        page_id = pages[at + number - first_page]
-        if number - first_page < sealed:
+    def page(page_id, sealed):
+        if sealed:
             return pool_k[page_id].swapaxes(0, 1), pool_v[page_id].swapaxes(0, 1)
         return hot_k[page_id], hot_v[page_id]
 
-    return _attend(launch, template, q, page, rows, work, how)
+    return _attend(launch, template, q, page, work, how)
 
 
 def _packed_parts(launch, template, q, *arrays):
-    *packed, rows, work, pages, how = arrays
+    *packed, work, how = arrays
     keys = _unpacked(*packed[:3], template["KB"])  # [pages, Hk, D, P]
     values = packed[3]
     if template["VB"] < 16:
         scales, biases = (x.repeat(32, axis=-1) for x in packed[4:])
         values = _unpacked(values, scales, biases, template["VB"])[..., : template["D"]]
 
-    def page(row, number):
-        _, _, _, first_page, _, at, _, _ = row
-        page_id = pages[at + number - first_page]
+    def page(page_id, _):
         return keys[page_id].transpose(2, 0, 1), values[page_id].swapaxes(0, 1)
 
-    return _attend(launch, template, q, page, rows, work, how)
+    return _attend(launch, template, q, page, work, how)
 
 
 def _unpacked(words, scales, biases, bits):
@@ -70,22 +66,18 @@ def _unpacked(words, scales, biases, bits):
     return codes * scales + biases
 
 
-def _attend(launch, template, q, page_of, rows, work, how):
-    """page_of: keys and values of a row's page, `[P, Hk, D]` each."""
+def _attend(launch, template, q, page_of, work, how):
+    """page_of: keys and values of a page, `[P, Hk, D]` each, by id and whether it is sealed."""
     partial, tops = (np.zeros(shape) for shape in launch.shapes)
     scale, softcap = how
     for item in range(len(partial)):
-        row, begin, end, _ = work[item]
-        token, position, low, *_ = rows[row]
+        token, begin, end, sealed, *ids = work[item]
         k, v = [], []
-        for number in range(begin, end):
-            span = slice(max(low - number * P, 0), min(position + 1 - number * P, P))
-            keys, values = page_of(rows[row], number)
+        for i in range(-(-end // P)):
+            span = slice(max(begin - i * P, 0), min(end - i * P, P))
+            keys, values = page_of(ids[i], i < sealed)
             k.append(keys[span])
             v.append(values[span])
-        if not sum(map(len, k)):
-            tops[:, item] = (-1e30, 0)
-            continue
         group = q.shape[1] // k[0].shape[1]
         keys, values = (np.concatenate(x).repeat(group, axis=1) for x in (k, v))
         scores = np.einsum("hd,thd->ht", q[token], keys) * scale
@@ -103,7 +95,7 @@ def _merge(launch, template, partial, tops, rows, newer_partial, newer_tops, new
     sets = sets[: 1 + template["NEWER"]]
     out = np.zeros(launch.shapes[0])
     for row in range(len(out)):
-        items = [slice(rows[row, 6], rows[row, 6] + rows[row, 7]) for _, _, rows in sets]
+        items = [slice(rows[row, 0], rows[row].sum()) for _, _, rows in sets]
         found = [tops[:, i] for (_, tops, _), i in zip(sets, items, strict=True)]
         top, total = np.moveaxis(np.concatenate(found, axis=1), -1, 0)
         values = np.concatenate([values[i] for (values, _, _), i in zip(sets, items, strict=True)])
