@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxserve.errors import MlxserveError, ModelError, RequestError
@@ -93,44 +93,64 @@ def convert(
     to be finite, a disk that fails, and an upload that does.
     """
     how = _recipe(Options(bits, group_size, mode), recipe)
-    if dtype is not None and dtype not in DTYPES:
-        raise RequestError(f"dtype is {show(dtype)}; use one of {', '.join(DTYPES)}", param="dtype")
-    if report:
-        reports.check()
+    _check_options(dtype, report=report)
     target = _target(to)
     upload = check_upload(upload_repo, private=private)
     path = resolve(source, on_progress) if locate is None else locate(source)
-    found = open_source(path)
-    _check_places(found.path, target)
-    _check_packed(found, dequantize=dequantize, quantise=how is not None)
+    found = _open(path, target, dequantize=dequantize, quantise=how is not None)
+    plan = make_plan(found, how, None if dtype is None else DTYPES[dtype])
     ref = hub_ref(str(source))
     origin = Origin(path, None if ref is None else ref.repo, found.packed)
-    plan = make_plan(found, how, None if dtype is None else DTYPES[dtype])
-    files = companions(found, plan.config)
+    where = upload_repo or "PATH"
+    made = _make(found, plan, origin, target, where, on_progress, quality=quality, report=report)
+    return made if upload is None else replace(made, url=upload.run(target, on_progress))
+
+
+def _make(
+    source: Source,
+    plan: Plan,
+    origin: Origin,
+    target: Path,
+    where: str,
+    on_progress: OnProgress | None,
+    *,
+    quality: bool,
+    report: bool,
+) -> Conversion:
+    """Write everything, measure what it cost, and give it its name. where: see `model_card`."""
+    files = companions(source, plan.config)
     shards, places = lay_out(plan.shards())
     files[INDEX] = index(places, plan.parameters).encode()
     workspace = Workspace(target)
     _check_room(workspace, sum(s.size for s in shards) + size_of(files))
-    state = {"source": found.fingerprint, "recipe": plan.digest()}
+    state = {"source": source.fingerprint, "recipe": plan.digest()}
     with workspace, _kept_for_later(workspace):
         workspace.prepare(state, shards, places)
         _write_weights(plan, workspace, on_progress)
         write(files, workspace.path)
         open_checkpoint(workspace.path)  # a last look at the whole
-        compared = measure(path, workspace.path, on_progress) if quality else (None, SKIPPED)
+        compared = (None, SKIPPED)
+        if quality:
+            compared = measure(source.path, workspace.path, on_progress)
         cost = summarise(_squares(plan, workspace), *compared)
-        _describe(workspace.path, origin, plan, cost, upload_repo or "PATH", report=report)
+        _describe(workspace.path, origin, plan, cost, where, report=report)
         workspace.publish()
-    url = None if upload is None else upload.run(target, on_progress)
     return Conversion(
-        target,
-        plan.parameters,
-        plan.weight_bytes,
-        plan.bits_per_weight,
-        len(shards),
-        cost,
-        url,
+        path=target,
+        parameters=plan.parameters,
+        weight_bytes=plan.weight_bytes,
+        bits_per_weight=plan.bits_per_weight,
+        shards=len(shards),
+        quality=cost,
+        url=None,
     )
+
+
+def _check_options(dtype: str | None, *, report: bool) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise RequestError(f"dtype is {show(dtype)}; use one of {', '.join(DTYPES)}", param="dtype")
+    if report:
+        reports.check()
 
 
 def _recipe(options: Options, recipe: str | Path | None) -> Recipe | None:
@@ -150,6 +170,14 @@ def _target(to: str | Path) -> Path:
     if taken:
         raise RequestError(f"{path} exists already; delete it, or give another directory")
     return path
+
+
+def _open(path: Path, target: Path, *, dequantize: bool, quantise: bool) -> Source:
+    """The model to convert. Raises RequestError and ModelError for one that can't be."""
+    source = open_source(path)
+    _check_places(path, target)
+    _check_packed(source, dequantize=dequantize, quantise=quantise)
+    return source
 
 
 def _check_places(source: Path, target: Path) -> None:

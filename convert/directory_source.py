@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from mlxserve.errors import ModelError
 from mlxserve.kernels.quantized import PackedWeight, dequantize
@@ -16,14 +15,11 @@ from mlxserve.sources import directory, fingerprint, mlx_quant
 from mlxserve.sources.mlx_quant import Quantised
 from mlxserve.sources.safetensors import Entry
 
-from .source import Source, Tensor, check_finite
+from .source import Buffer, Source, Tensor
 
-# What headers call a type -> MLX's type, and NumPy's of the same bits.
-FLOATS: dict[str, tuple[mx.Dtype, str]] = {
-    "F32": (mx.float32, "<u4"),
-    "F16": (mx.float16, "<u2"),
-    "BF16": (mx.bfloat16, "<u2"),
-}
+# What headers call a type -> MLX's.
+FLOATS = {"F32": mx.float32, "F16": mx.float16, "BF16": mx.bfloat16}
+TYPES = FLOATS | {"U32": mx.uint32, "U8": mx.uint8}  # also of packed numbers
 
 
 def open_directory(root: Path) -> Source:
@@ -49,7 +45,7 @@ def open_directory(root: Path) -> Source:
 def _packed_dtype(config: Mapping[str, Any], scales: Entry | None) -> mx.Dtype:
     """What packed numbers are unpacked to: the scales' type, or the config's where that is none."""
     if scales is not None and scales.dtype in FLOATS:
-        return FLOATS[scales.dtype][0]
+        return FLOATS[scales.dtype]
     named = str(config.get("torch_dtype") or config.get("dtype"))
     return {"float32": mx.float32, "float16": mx.float16}.get(named, mx.bfloat16)
 
@@ -68,20 +64,17 @@ class Plain:
     @property
     def dtype(self) -> mx.Dtype:
         """Of integers, too, which no model has: the plan refuses them."""
-        return FLOATS[self.entry.dtype][0] if self.entry.dtype in FLOATS else mx.int32
+        return FLOATS.get(self.entry.dtype, mx.int32)
 
     @property
     def read_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.size
 
-    def fetch(self, start: int, stop: int) -> np.ndarray:
-        """The numbers' bits. Raises ModelError for what is NaN or infinite."""
-        rows = _read_rows(self.entry, FLOATS[self.entry.dtype][1], start, stop)
-        check_finite(self.name, rows, self.dtype)
-        return rows
+    def fetch(self, start: int, stop: int, buffer: Buffer) -> None:
+        _read_rows(self.entry, start, stop, buffer.data)
 
-    def array(self, fetched: np.ndarray) -> mx.array:
-        return mx.array(fetched).view(self.dtype)
+    def array(self, buffer: Buffer, rows: int) -> mx.array:
+        return buffer.array((rows, *self.shape[1:]), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,40 +93,34 @@ class Packed:
 
     @property
     def read_bytes(self) -> int:
-        return sum(math.prod(e.shape) * _NUMPY[e.dtype].itemsize for e in self.entries)
+        return sum(math.prod(e.shape) * TYPES[e.dtype].size for e in self.entries)
 
-    def fetch(self, start: int, stop: int) -> list[np.ndarray]:
-        """Some rows of each of the tensors. Raises ModelError for scales that aren't finite."""
-        parts = []
+    def fetch(self, start: int, stop: int, buffer: Buffer) -> None:
+        """One part's rows after the other's."""
+        at = 0
         for entry in self.entries:
-            rows = _read_rows(entry, _NUMPY[entry.dtype].str, start, stop)
-            if entry.dtype in FLOATS:
-                check_finite(self.name, rows, FLOATS[entry.dtype][0])
-            parts.append(rows)
-        return parts
+            at += _read_rows(entry, start, stop, buffer.data[at:])
 
-    def array(self, fetched: list[np.ndarray]) -> mx.array:
-        arrays = [mx.array(part) for part in fetched]
-        for i, entry in enumerate(self.entries):
-            if entry.dtype in FLOATS:
-                arrays[i] = arrays[i].view(FLOATS[entry.dtype][0])
+    def array(self, buffer: Buffer, rows: int) -> mx.array:
+        arrays, at = [], 0
+        for entry in self.entries:
+            part = buffer.array((rows, *entry.shape[1:]), TYPES[entry.dtype], at)
+            arrays.append(part)
+            at += part.nbytes
         biases = arrays[2] if len(arrays) > 2 else None
         how = self.scheme
         packed = PackedWeight(arrays[0], arrays[1], biases, how.bits, how.group_size, how.mode)
         return dequantize(packed, mx.float32).astype(self.dtype)
 
 
-_NUMPY = {name: np.dtype(bits) for name, (_, bits) in FLOATS.items()} | {
-    "U32": np.dtype("<u4"),
-    "U8": np.dtype("u1"),
-}
+def _read_rows(entry: Entry, start: int, stop: int, buffer: memoryview) -> int:
+    """Read some rows of a tensor to the buffer's start. Returns how many bytes they are.
 
-
-def _read_rows(entry: Entry, dtype: str, start: int, stop: int) -> np.ndarray:
-    """Some rows of a tensor. Raises ModelError where the file can't be read, or ends."""
-    rows = np.empty((stop - start, *entry.shape[1:]), dtype)
-    row_bytes = rows.nbytes // max(1, stop - start)
-    target = rows.data.cast("B") if rows.size else memoryview(b"")
+    Raises ModelError where the file can't be read, or ends.
+    """
+    row_bytes = math.prod(entry.shape[1:]) * TYPES[entry.dtype].size
+    nbytes = (stop - start) * row_bytes
+    target = buffer[:nbytes]
     try:
         with entry.path.open("rb", buffering=0) as f:
             f.seek(entry.offset + start * row_bytes)
@@ -143,4 +130,4 @@ def _read_rows(entry: Entry, dtype: str, start: int, stop: int) -> np.ndarray:
                 target = target[n:]
     except OSError as e:
         raise ModelError(f"{entry.path}: {e.strerror}; check the disk") from None
-    return rows
+    return nbytes

@@ -16,7 +16,7 @@ from mlxserve.sources import fingerprint, gguf_names, gguf_quant
 from mlxserve.sources.gguf import GGUFFile, read_gguf
 from mlxserve.sources.gguf_names import NamedTensor
 
-from .source import Source
+from .source import Buffer, Source
 
 # Llama 3.1 to 3.3, whose converter wrote the divisors out and not these numbers.
 LLAMA3 = {
@@ -67,7 +67,7 @@ class Unpacked:
     def read_bytes(self) -> int:
         return self.named.tensor.nbytes
 
-    def fetch(self, start: int, stop: int) -> np.ndarray:
+    def fetch(self, start: int, stop: int, buffer: Buffer) -> None:
         """Raises ModelError for scales that aren't finite."""
         rows: Any = slice(start, stop)
         if self.named.heads:
@@ -75,10 +75,11 @@ class Unpacked:
         values = gguf_quant.dense(self.file, self.named.tensor, rows)
         if stop == self.shape[0]:
             self._let_go()
-        return values - np.float32(1) if self.named.plus_one else values
+        target = np.frombuffer(buffer.data, np.float32, values.size).reshape(values.shape)
+        target[...] = values - np.float32(1) if self.named.plus_one else values
 
-    def array(self, fetched: np.ndarray) -> mx.array:
-        return mx.array(fetched)
+    def array(self, buffer: Buffer, rows: int) -> mx.array:
+        return buffer.array((rows, *self.shape[1:]), mx.float32)
 
     def _let_go(self) -> None:
         """Take the tensor's pages out of this process, which would grow to the file's size."""

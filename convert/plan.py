@@ -17,7 +17,7 @@ from mlxserve.models.tensors import EMBEDDING, HEAD
 from mlxserve.sources.mlx_quant import MODES, Quantised
 
 from .recipe import Recipe
-from .source import Source, Tensor
+from .source import Buffer, Source, Tensor
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -144,10 +144,14 @@ def check_tied(head: Tensor, embedding: Tensor) -> None:
     """Raise ModelError if a head that the config says isn't there has other numbers."""
     rows = 1 << 12
     same = head.shape == embedding.shape
+    buffers = [Buffer(rows * math.prod(t.shape[1:]) * t.dtype.size) for t in (head, embedding)]
     for start in range(0, head.shape[0] if same else 0, rows):
         stop = min(start + rows, head.shape[0])
-        a, b = (t.array(t.fetch(start, stop)) for t in (head, embedding))
-        same = same and bool(mx.array_equal(a, b))
+        arrays = []
+        for tensor, buffer in zip((head, embedding), buffers, strict=True):
+            tensor.fetch(start, stop, buffer)
+            arrays.append(tensor.array(buffer, stop - start))
+        same = same and bool(mx.array_equal(*arrays))
     if not same:
         raise names.untied()
 

@@ -1,23 +1,39 @@
 """Where a conversion reads from: the tensors of a model as dense numbers, some rows at a time.
 
-A tensor is read in two steps, so that files are read on one thread while another computes: `fetch`
-takes bytes from the disk and may run anywhere; `array` makes an MLX array of them, on the thread
-that owns MLX.
+A tensor is read in two steps: `fetch` takes its bytes from the disk to a buffer, and `array` makes
+MLX's array of them.
 """
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
-import numpy as np
 
-from mlxserve.errors import ModelError
 from mlxserve.sources.mlx_quant import Quantised
 
-# The smallest bits without a sign that stand for no finite number: infinity's.
-INFINITY = {mx.float32: 0x7F800000, mx.float16: 0x7C00, mx.bfloat16: 0x7F80}
-LOOK_NUMBERS = 1 << 17  # looked at together, while they are in the processor's cache
+
+class Buffer:
+    """Memory that is used for one piece after the other: new memory costs as much as reading.
+
+    It is MLX's own, so that what is read needs no copy. `data` may be written to while no array of
+    it is in use.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._array = mx.zeros(nbytes, dtype=mx.uint8)
+        self._views: dict[tuple[object, ...], mx.array] = {}
+        mx.eval(self._array)
+        self.data = memoryview(self._array)  # type: ignore[arg-type]
+
+    def array(self, shape: tuple[int, ...], dtype: mx.Dtype, at: int = 0) -> mx.array:
+        """The numbers from byte `at` on, in place."""
+        if (shape, dtype, at) not in self._views:
+            flat = self._array[at : at + math.prod(shape) * dtype.size]
+            view = self._views[shape, dtype, at] = flat.view(dtype).reshape(shape)
+            mx.eval(view)
+        return self._views[shape, dtype, at]
 
 
 class Tensor(Protocol):
@@ -35,12 +51,15 @@ class Tensor(Protocol):
     @property
     def read_bytes(self) -> int: ...
 
-    def fetch(self, start: int, stop: int) -> Any:
-        """Rows start .. stop of the first axis, as the file has them. Raises ModelError."""
+    def fetch(self, start: int, stop: int, buffer: Buffer) -> None:
+        """Rows start .. stop of the first axis, into a buffer that is large enough for `array`.
+
+        Raises ModelError.
+        """
         ...
 
-    def array(self, fetched: Any) -> mx.array:
-        """What `fetch` gave as `[stop - start, ...]` in `dtype`."""
+    def array(self, buffer: Buffer, rows: int) -> mx.array:
+        """What `fetch` left in the buffer, as `[rows, ...]` in `dtype`."""
         ...
 
 
@@ -60,24 +79,3 @@ class Source(NamedTuple):
     fingerprint: str
     gguf_metadata: Mapping[str, Any] | None = None
     dtype: mx.Dtype | None = None
-
-
-def all_finite(bits: np.ndarray, dtype: mx.Dtype) -> bool:
-    """Whether none of the numbers with these bits is NaN or infinite."""
-    flat, infinity = bits.reshape(-1), INFINITY[dtype]
-    sign = 1 << 8 * dtype.size - 1
-    for start in range(0, flat.size, LOOK_NUMBERS):
-        part = flat[start : start + LOOK_NUMBERS]
-        # As whole numbers: with a sign the largest is a positive one, without it a negative one.
-        if part.view(f"<i{dtype.size}").max() >= infinity or part.max() >= sign | infinity:
-            return False
-    return True
-
-
-def check_finite(name: str, bits: np.ndarray, dtype: mx.Dtype) -> None:
-    """Raise ModelError if one of a source's numbers is NaN or infinite."""
-    if not all_finite(bits, dtype):
-        raise ModelError(
-            f"tensor {name} has numbers that are NaN or infinite; the model is damaged, download "
-            "it again"
-        )

@@ -23,7 +23,7 @@ class Rounded(NamedTuple):
 
 
 def quantize(w: mx.array, bits: int, group_size: int, mode: str = "affine") -> Rounded:
-    """`w` in groups of `group_size` along K.
+    """`w` in groups of `group_size` along K. Native kernels compute it at once, on this thread.
 
     w: `[N, K]`, floating. affine: `w = scale * q + bias`, q of 2, 3, 4, 5, 6 or 8 bits in groups of
     32, 64 or 128; scales and biases `[N, K / group_size]` in w's dtype. mxfp4 and mxfp8: floats of

@@ -44,9 +44,9 @@ def fetched(monkeypatch):
     names = []
     fetch = directory_source.Plain.fetch
 
-    def recorded(self, start, stop):
+    def recorded(self, *piece):
         names.append(self.name)
-        return fetch(self, start, stop)
+        return fetch(self, *piece)
 
     monkeypatch.setattr(directory_source.Plain, "fetch", recorded)
     return names

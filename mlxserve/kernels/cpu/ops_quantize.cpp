@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "bind.h"
+#include "mlx/allocator.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -13,7 +14,7 @@ Number number_of(const char* op, const mx::array& w) {
   refuse(op, "w is " + text(w.dtype()) + ", expected a floating type");
 }
 
-// Weights that one thread takes at a time; their sums of squares are a row of `errors`.
+// Weights that are taken together; their sums of squares are a row of `errors`.
 constexpr int TILE = 1 << 16;
 
 int tiles_of(int n, int k) {
@@ -22,15 +23,32 @@ int tiles_of(int n, int k) {
 
 // Calls quantise(part, begin, end) for the groups of each tile. a: errors [tiles, 2].
 template <class A>
-void by_tiles(const A& a, int n, int k, void (*quantise)(const A&, int64_t, int64_t)) {
+void by_tiles(A a, int n, int k, void (*quantise)(const A&, int64_t, int64_t)) {
   const int64_t groups = static_cast<int64_t>(n) * (k / a.group), step = TILE / a.group;
-  parallel_for(tiles_of(n, k), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t tile = begin; tile < end; tile++) {
-      A part = a;
-      part.errors += 2 * tile;
-      quantise(part, tile * step, std::min(groups, (tile + 1) * step));
-    }
-  });
+  for (int64_t begin = 0; begin < groups; begin += step, a.errors += 2)
+    quantise(a, begin, std::min(groups, begin + step));
+}
+
+// work(w, outputs), now and on this thread: whoever converts a model has a thread for each core, and
+// a piece stays in that core's cache. Other Python threads run meanwhile.
+template <class W>
+std::vector<mx::array> at_once(mx::array w, const std::vector<OutputSpec>& outputs, W work) {
+  const nb::gil_scoped_release release;
+  w.eval();
+  if (!w.flags().row_contiguous) {
+    w = mx::contiguous(w);
+    w.eval();
+  }
+  std::vector<mx::array> made;
+  Outputs data;
+  for (const auto& o : outputs) {
+    size_t bytes = mx::size_of(o.dtype);
+    for (const auto extent : o.shape) bytes *= extent;
+    made.emplace_back(mx::allocator::malloc(bytes), o.shape, o.dtype);
+    data.push_back(made.back().data<void>());
+  }
+  work(w.data<void>(), data);
+  return made;
 }
 
 // w [N, K] -> weight uint32 [N, K * bits / 32], scales and biases [N, K / group] in w's type, errors
@@ -47,15 +65,15 @@ std::vector<mx::array> quantize(const mx::array& w, int bits, int group) {
   if (k % group)
     refuse(op,
            "K=" + std::to_string(k) + " isn't a multiple of the group " + std::to_string(group));
-  const auto work = [=](const Inputs& in, const Outputs& out) {
+  const auto work = [=](const void* in, const Outputs& out) {
     auto* words = static_cast<uint8_t*>(out[0]);
     auto* errors = static_cast<float*>(out[3]);
-    const Quantize a{in[0], number, words, out[1], out[2], errors, bits, group};
+    const Quantize a{in, number, words, out[1], out[2], errors, bits, group};
     by_tiles(a, n, k, kernels().quantize);
   };
   const OutputSpec packed{{n, static_cast<int>(static_cast<int64_t>(k) * bits / 32)}, mx::uint32};
   const OutputSpec per_group{{n, k / group}, w.dtype()}, errors{{tiles_of(n, k), 2}, mx::float32};
-  return lazy(op, {w}, {packed, per_group, per_group, errors}, work);
+  return at_once(w, {packed, per_group, per_group, errors}, work);
 }
 
 // w [N, K] -> weight uint32 [N, K * bits / 32], scales uint8 [N, K / group]: E8M0 for groups of 32,
@@ -71,16 +89,16 @@ std::vector<mx::array> quantize_floats(const mx::array& w, int bits, int group) 
   if (k % group)
     refuse(op,
            "K=" + std::to_string(k) + " isn't a multiple of the group " + std::to_string(group));
-  const auto work = [=](const Inputs& in, const Outputs& out) {
+  const auto work = [=](const void* in, const Outputs& out) {
     auto* codes = static_cast<uint8_t*>(out[0]);
     auto* scales = static_cast<uint8_t*>(out[1]);
     auto* errors = static_cast<float*>(out[2]);
-    const QuantizeFloats a{in[0], number, codes, scales, errors, bits, group};
+    const QuantizeFloats a{in, number, codes, scales, errors, bits, group};
     by_tiles(a, n, k, kernels().quantize_floats);
   };
   const OutputSpec packed{{n, static_cast<int>(static_cast<int64_t>(k) * bits / 32)}, mx::uint32};
   const OutputSpec scales{{n, k / group}, mx::uint8}, errors{{tiles_of(n, k), 2}, mx::float32};
-  return lazy(op, {w}, {packed, scales, errors}, work);
+  return at_once(w, {packed, scales, errors}, work);
 }
 
 }  // namespace
