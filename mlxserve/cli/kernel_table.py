@@ -6,7 +6,15 @@ from mlxserve.cli import models, terminal
 from mlxserve.kernels import registry, verdicts
 from mlxserve.kernels.metal.launch import runner
 from mlxserve.kernels.registry import Choice
-from mlxserve.kernels.uses import AttentionUse, MatmulUse, NormUse, RopeUse, SealUse, Use
+from mlxserve.kernels.uses import (
+    AttentionUse,
+    ChunkUse,
+    MatmulUse,
+    NormUse,
+    RopeUse,
+    SealUse,
+    Use,
+)
 from mlxserve.models.load import kernel_uses
 from mlxserve.sources.checkpoint import open_checkpoint
 from mlxserve.sources.resolve import resolve
@@ -16,6 +24,8 @@ COMMON_USES: tuple[Use, ...] = (
     AttentionUse(9, 3, 64, "float16"),  # SmolLM2 135M
     AttentionUse(4, 1, 256, "bfloat16", window=512),  # Gemma 3 1B
     AttentionUse(32, 8, 128, "bfloat16", key_bits=8, value_bits=8),  # the first with --kv-bits 8
+    ChunkUse(32, 8, 128, "bfloat16"),
+    ChunkUse(32, 8, 128, "bfloat16", key_bits=8, value_bits=8),
     SealUse("keys", 8, 128, "bfloat16", 8),
     SealUse("values", 8, 128, "bfloat16", 8),
     MatmulUse(4096, 4096, 4, 64, "bfloat16"),  # Llama 3 8B: queries
@@ -45,8 +55,8 @@ def show_kernels(model: str | None) -> bool:
             terminal.note(f"checking {use.op} for {use}")
         choices += registry.choose([use], afresh=True)
     print(verdicts.machine())
-    # A table for each op that is timed, since sizes differ, and one for all others.
-    for _, alike in groupby(choices, lambda choice: choice.use and choice.op):
+    # A table for each kind of use that is timed, since sizes differ, and one for all others.
+    for _, alike in groupby(choices, lambda choice: choice.use and type(choice.use)):
         for line in _table(list(alike)):
             print(line)
     return not any(choice.failed for choice in choices)
@@ -65,7 +75,7 @@ def _table(choices: list[Choice]) -> list[str]:
     if timed:
         lines.append(
             "CHECK: the largest error. Times: Metal kernel/MLX, ms a call, of so many rows"
-            f"{' x context' if timed[0].context_tokens else ''}."
+            f"{', or tokens of a chunk, x context' if timed[0].context_tokens else ''}."
         )
     return lines
 

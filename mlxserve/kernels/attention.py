@@ -1,7 +1,7 @@
 """Attention of a step's new tokens over hot and sealed pages."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache, cached_property, partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -10,10 +10,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlxserve import device
+from mlxserve.kernels.metal.chunk_attention import block_rows, chunk_attention
 from mlxserve.kernels.metal.launch import Runner
 from mlxserve.kernels.metal.packed_attention import part_pages
 from mlxserve.kernels.metal.paged_attention import decode_attention
-from mlxserve.kernels.metal.plan import DecodePlan
+from mlxserve.kernels.metal.plan import ChunkPlan, DecodePlan
 from mlxserve.kernels.pages import (
     PAGE_TOKENS,
     PackedPages,
@@ -30,7 +31,7 @@ from mlxserve.kernels.pages import (
     unpack_values,
 )
 from mlxserve.kernels.registry import check_close, metal, native
-from mlxserve.kernels.uses import AttentionUse
+from mlxserve.kernels.uses import AttentionUse, ChunkUse
 
 FUSED_DIMS = (64, 80, 128)  # head dims of which MLX's GPU attention holds no scores of a prompt
 
@@ -58,6 +59,7 @@ class PagedRows:
         self.page_tokens = page_tokens
         self._handle: Any = None
         self._plans: dict[tuple[int | None, int], DecodePlan] = {}
+        self._chunk_plans: dict[tuple[int | None, int, int], ChunkPlan] = {}
 
     @cached_property
     def arrays(self) -> tuple[mx.array, mx.array]:
@@ -77,6 +79,14 @@ class PagedRows:
             single = self.table[self.table[:, 1] == 1]
             self._plans[key] = DecodePlan(single, self.pages, window, packed_pages)
         return self._plans[key]
+
+    def chunk_plan(self, window: int | None, group: int, dim: int) -> ChunkPlan:
+        """The same of the rows of several tokens. group: query heads of a KV head; dim: of them."""
+        key = window, group, block_rows(dim)
+        if key not in self._chunk_plans:
+            longer = self.table[self.table[:, 1] > 1]
+            self._chunk_plans[key] = ChunkPlan(longer, self.pages, *key)
+        return self._chunk_plans[key]
 
     @cached_property
     def rows(self) -> list["RowPages"]:
@@ -151,10 +161,11 @@ def paged_attention(
     `keep` is negative or has no window beside it, or (native) any shape, dtype or page id doesn't
     fit or a query sees keys of pages that its row doesn't have.
 
-    The Metal kernels serve rows of one token over pages of 64 that have two sides, without `keep`
-    and without packed values beside plain keys. No kernel holds a matrix of scores (online softmax,
-    Milakov and Gimelshein 2018, arXiv:1805.02867); the native one gives a query the same bits
-    alone, in a batch and in any chunk.
+    The Metal kernels, one for rows of one token and one for longer rows, serve pages of 64 that
+    have two sides, without `keep` and without packed values beside plain keys. No kernel holds a
+    matrix of scores (online softmax, Milakov and Gimelshein 2018, arXiv:1805.02867). The native one
+    gives a query the same bits alone, in a batch and in any chunk; those for Metal in any batch,
+    and in any chunk of several tokens.
     """
     how = Options(scale, window, keep, sinks, softcap)
     if (kernels := native("attention")) is not None:
@@ -162,8 +173,9 @@ def paged_attention(
     if len(hot) == len(pool) == 2 and rows.page_tokens == PAGE_TOKENS:
         sizes = q.shape[1], hot[0].shape[1], q.shape[2], hot[0].dtype
         asked = use(*sizes, window, softcap, sinks is not None, keep, *packed_bits(pool))
-        if (run := metal(asked)) is not None:
-            return _metal(run, q, hot, pool, rows, how)
+        decode, chunk = metal(asked), metal(chunk_use(asked))
+        if decode is not None or chunk is not None:
+            return _metal(decode, q, hot, pool, rows, how, chunk)
     return _reference(q, hot, pool, rows, how)
 
 
@@ -185,6 +197,12 @@ def use(
     return AttentionUse(q_heads, kv_heads, dim, name, window, softcap, sinks, keep, *bits)
 
 
+@cache
+def chunk_use(asked: AttentionUse) -> ChunkUse:
+    """What the same layer asks of the op for rows of several tokens."""
+    return ChunkUse(*astuple(asked))
+
+
 def _native(
     kernels: ModuleType,
     q: mx.array,
@@ -203,27 +221,39 @@ def _native(
 
 
 def _metal(
-    run: Runner,
+    decode: Runner | None,
     q: mx.array,
     hot: Sides,
     pool: PoolSides,
     rows: PagedRows,
     how: Options,
+    chunk: Runner | None = None,
 ) -> mx.array:
-    """Rows of one token by the kernels, longer ones by the reference."""
+    """Rows of one token by the kernels that `decode` runs, longer ones by that of `chunk`.
+
+    Those without a kernel have the reference.
+    """
     single = rows.table[:, 1] == 1
-    outs, tokens = [], []
-    if single.any():
+    options = {"scale": how.scale, "sinks": how.sinks, "softcap": how.softcap}
+    unserved = np.where(single, decode is None, chunk is None)
+    outs, taken = [], []  # results, and the rows that they are of
+    if decode is not None and single.any():
         plan = rows.decode_plan(how.window, part_pages(*packed_bits(pool)))
-        options = {"scale": how.scale, "sinks": how.sinks, "softcap": how.softcap}
-        outs.append(decode_attention(q, hot, pool, plan, run=run, **options))
-        tokens.append(rows.table[single, 0])
-    for row in (row for row in rows.rows if row.n > 1):
-        outs.append(_row(q, hot, pool, row, how))
-        tokens.append(np.arange(row.first, row.first + row.n))
-    order = np.argsort(np.concatenate(tokens), kind="stable")
+        outs.append(decode_attention(q, hot, pool, plan, run=decode, **options))
+        taken += np.flatnonzero(single).tolist()
+    if chunk is not None and not single.all():
+        chunks = rows.chunk_plan(how.window, q.shape[1] // hot[0].shape[1], q.shape[2])
+        outs.append(chunk_attention(q, hot, pool, chunks, run=chunk, **options))
+        taken += np.flatnonzero(~single).tolist()
+    for i in np.flatnonzero(unserved).tolist():
+        outs.append(_row(q, hot, pool, rows.rows[i], how))
+        taken.append(i)
     out = outs[0] if len(outs) == 1 else mx.concatenate(outs)
-    return out if (np.diff(order) == 1).all() else out[mx.array(order)]
+    if taken == sorted(taken):
+        return out
+    first, n = rows.table[taken, :2].T
+    tokens = np.concatenate([np.arange(at, at + count) for at, count in zip(first, n, strict=True)])
+    return out[mx.array(np.argsort(tokens))]
 
 
 def _reference(

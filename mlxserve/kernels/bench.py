@@ -23,7 +23,7 @@ from mlxserve.kernels.norm import add_rms_norm
 from mlxserve.kernels.pages import PAGE_TOKENS, PoolSides, Sides, arrays_of, dtype_name, empty_pool
 from mlxserve.kernels.quantized import PackedWeight
 from mlxserve.kernels.rope import rotate
-from mlxserve.kernels.uses import AttentionUse, MatmulUse, NormUse, RopeUse, Use
+from mlxserve.kernels.uses import AttentionUse, ChunkUse, MatmulUse, NormUse, RopeUse, Use
 
 WIDTH, INNER, VOCAB = 2048, 8192, 128_256
 Q_HEADS, KV_HEADS, DIM = 32, 8, 64
@@ -87,6 +87,7 @@ def cases() -> list[Case]:
         *(_matmul(rows, bits) for bits in (4, 8) for rows in (1, 4, 16)),
         _matmul(128, 4),
         *(_attention(rows, bits) for bits in (0, 8, 4) for rows in (1, 8)),
+        _chunk(512),
         *(_seal(bits) for bits in (0, 8, 4)),
         *map(_norm, (1, 16)),
         *map(_rope, (1, 16)),
@@ -212,6 +213,24 @@ def _attention(rows: int, bits: int) -> Case:
     use = AttentionUse(Q_HEADS, KV_HEADS, DIM, "float16", key_bits=bits, value_bits=bits)
     size = f"{rows} x {CONTEXT} tokens, {bits or 16} bits"
     return Case("attention", size, moved, 4 * rows * CONTEXT * Q_HEADS * DIM, make, use)
+
+
+def _chunk(tokens: int) -> Case:
+    """A prompt's last tokens, whole pages of them, which are sealed as they are complete."""
+    pages = CONTEXT // PAGE_TOKENS
+
+    def make(number: int) -> Call:
+        ids = np.random.default_rng(number).permutation(pages)
+        described = PagedRows(np.array([(0, tokens, CONTEXT - tokens, 0, pages, 0, 0)]), ids)
+        hot, pool, q = _hot(1), _pool(pages, 0), _random(number, tokens, Q_HEADS, DIM)
+        mx.eval(hot, pool, q)
+        return partial(paged_attention, q, hot, pool, described, scale=DIM**-0.5)
+
+    moved = pages * _page_bytes(_pool(1, 0)) + 2 * tokens * Q_HEADS * DIM * _compute_dtype().size
+    seen = tokens * (CONTEXT - tokens) + tokens * (tokens + 1) // 2  # by all queries
+    use = ChunkUse(Q_HEADS, KV_HEADS, DIM, "float16")
+    size = f"last {tokens} of {CONTEXT} tokens"
+    return Case("attention", size, moved, 4 * seen * Q_HEADS * DIM, make, use)
 
 
 def _seal(bits: int) -> Case:

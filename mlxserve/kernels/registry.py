@@ -3,7 +3,7 @@
 An op is a public function in a module of this folder, with its reference in MLX operations. Where
 it also has a native CPU kernel, that is used once it has agreed with the reference on this machine.
 A Metal kernel is chosen for each use that a model makes of the op, when the model loads: where it
-agrees with the reference on this machine, and is faster. Ops that have one: `selfcheck.CHECKS`.
+agrees with the reference on this machine, and is faster. Ops that have one: `selfcheck.OPS`.
 """
 
 import importlib
@@ -205,7 +205,7 @@ def _decide(op: str) -> _Decision:
     if device.has_metal() or asked == "metal":
         if asked == "native":
             raise RequestError(f"MLXSERVE_KERNELS asks for native {op}, which is for CPUs")
-        ours = "; ours where a loaded model's layers gain by it" if op in selfcheck.CHECKS else ""
+        ours = "; ours where a loaded model's layers gain by it" if op in selfcheck.OPS else ""
         return _Decision(Choice(op, "reference", f"MLX's own Metal kernels{ours}"))
     found = load()
     if found.module is None:
@@ -233,7 +233,7 @@ def _decide_metal(
     cancelled: Callable[[], bool],
     spent_s: float,
 ) -> Choice:
-    op, checks = use.op, selfcheck.checks(use.op)
+    op, checks = use.op, selfcheck.checks(use)
     asked = _asked(op)
     if run is None or asked == "native":
         return replace(_decision(op).choice, use=use)
@@ -282,7 +282,7 @@ def _asked(op: str) -> str | None:
     overrides = config.kernel_overrides()
     if unknown := sorted(overrides.keys() - OPS.keys() - {""}):
         raise RequestError(f"MLXSERVE_KERNELS names {unknown[0]!r}; the ops are {', '.join(OPS)}")
-    ours = selfcheck.CHECKS
+    ours = selfcheck.OPS
     for named, wanted in overrides.items():
         if wanted == "metal" and named and named not in ours:
             raise RequestError(

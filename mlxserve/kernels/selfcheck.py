@@ -1,7 +1,7 @@
 """Checks a Metal kernel in a process of its own: a bad one may hang the GPU, or end its process.
 
 `examine` starts another Python with `main`, which takes a use on stdin and gives a verdict on
-stdout, both JSON; what there is to check is the affair of the op's module out of `CHECKS`. MLX
+stdout, both JSON; what there is to check is the affair of the kernel's module in `CHECKS`. MLX
 waits for a GPU without end, so only killing the process helps there.
 """
 
@@ -21,19 +21,31 @@ from typing import Any
 from mlxserve import config
 from mlxserve.errors import ModelError
 from mlxserve.kernels.metal import launch
-from mlxserve.kernels.uses import USES, Use
+from mlxserve.kernels.uses import (
+    AttentionUse,
+    ChunkUse,
+    MatmulUse,
+    NormUse,
+    RopeUse,
+    SealUse,
+    Use,
+)
 from mlxserve.kernels.verdicts import Verdict
 from mlxserve.report import one_line, show
 
-# op -> the module that says, of a use, why the kernel can't serve it (`unsupported`), whether it is
-# right (`check`), how fast it is beside MLX's own (`measure`), and what follows (`judge`).
-CHECKS = {
-    "attention": "mlxserve.kernels.metal.attention_check",
-    "matmul": "mlxserve.kernels.metal.matmul_check",
-    "append": "mlxserve.kernels.metal.pack_check",
-    "norm": "mlxserve.kernels.metal.norm_check",
-    "rope": "mlxserve.kernels.metal.rope_check",
+# Kind of use -> the module that says, of one, why the kernel can't serve it (`unsupported`),
+# whether it is right (`check`), how fast it is beside MLX's own (`measure`), and what follows
+# (`judge`).
+CHECKS: dict[type[Use], str] = {
+    AttentionUse: "mlxserve.kernels.metal.attention_check",
+    ChunkUse: "mlxserve.kernels.metal.chunk_check",
+    MatmulUse: "mlxserve.kernels.metal.matmul_check",
+    SealUse: "mlxserve.kernels.metal.pack_check",
+    NormUse: "mlxserve.kernels.metal.norm_check",
+    RopeUse: "mlxserve.kernels.metal.rope_check",
 }
+OPS = tuple(dict.fromkeys(kind.op for kind in CHECKS))  # that have Metal kernels
+KINDS = {kind.__name__: kind for kind in CHECKS}
 # What this process imports, the other imports too. Not by PYTHONPATH, which comes before the
 # standard library even while Python starts.
 START = """
@@ -46,9 +58,9 @@ POLL_S = 0.1  # how often it is asked whether the caller still waits
 REAP_S = 5.0  # for a killed process to go
 
 
-def checks(op: str) -> Any:
-    """The module of an op's Metal kernel, out of CHECKS."""
-    return importlib.import_module(CHECKS[op])
+def checks(use: Use) -> Any:
+    """The module of the use's Metal kernel, out of CHECKS."""
+    return importlib.import_module(CHECKS[type(use)])
 
 
 def examine(
@@ -71,7 +83,9 @@ def examine(
         env=os.environ | {"MLXSERVE_KERNELS": "reference"},
         start_new_session=True,  # a group of its own, to be killed whole; and Ctrl-C is ours alone
     )
-    question = json.dumps({"op": use.op, "use": asdict(use), "timeout_s": timeout_s}).encode()
+    question = json.dumps(
+        {"kind": type(use).__name__, "use": asdict(use), "timeout_s": timeout_s}
+    ).encode()
     try:
         return _wait(process, question, timeout_s, spent_s, cancelled)
     finally:
@@ -131,8 +145,8 @@ def _examine_here(use: Use) -> Verdict:
     if run is None:
         return Verdict(failure="MLX finds no Metal in another process")
     try:
-        error = checks(use.op).check(use, run)
-        return Verdict(error=error, timings=tuple(checks(use.op).measure(use, run)))
+        error = checks(use).check(use, run)
+        return Verdict(error=error, timings=tuple(checks(use).measure(use, run)))
     except ArithmeticError as wrong:
         return Verdict(failure=f"wrong result: {wrong}")
     except Exception as error:  # such as a compiler's
@@ -147,5 +161,5 @@ def main() -> None:
     # Ends this process, whatever it waits for, if nobody is left to kill it.
     signal.alarm(math.ceil(question["timeout_s"] + REAP_S))
     with answers:
-        use = USES[question["op"]](**question["use"])
+        use = KINDS[question["kind"]](**question["use"])
         json.dump(_examine_here(use).to_json(), answers)

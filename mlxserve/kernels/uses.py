@@ -42,6 +42,14 @@ class AttentionUse:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkUse(AttentionUse):
+    """The same of rows of several tokens, such as a prompt's chunks: they have their own kernel."""
+
+    def __str__(self) -> str:
+        return f"{AttentionUse.__str__(self)}, chunks"
+
+
+@dataclass(frozen=True, slots=True)
 class MatmulUse:
     """Matmul against packed weights `[outputs, inputs]` that are alike.
 
@@ -122,7 +130,4 @@ class RopeUse:
         return f"{sizes}{', norms' if self.norms else ''}"
 
 
-Use = AttentionUse | MatmulUse | SealUse | NormUse | RopeUse
-USES: dict[str, type[Use]] = {
-    use.op: use for use in (AttentionUse, MatmulUse, SealUse, NormUse, RopeUse)
-}
+Use = AttentionUse | ChunkUse | MatmulUse | SealUse | NormUse | RopeUse

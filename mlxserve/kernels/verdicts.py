@@ -26,7 +26,7 @@ CODE = (
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call, for `rows` rows.
+    """Seconds of one call, for `rows` rows, or for a row of so many tokens.
 
     context_tokens: that each of them sees; 0 where they see none.
     """

@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from mlxserve import device
 from mlxserve.errors import ModelError, RequestError
-from mlxserve.kernels import append, matmul, registry
+from mlxserve.kernels import append, attention, matmul, registry
 from mlxserve.kernels.matmul import KernelWeight, PanelWeight, Weight
 from mlxserve.kernels.metal.launch import runner
 from mlxserve.kernels.quantized import PackedWeight
@@ -103,27 +103,28 @@ def kernel_uses(config: Mapping[str, Any], weights: Weights) -> list[Use]:
     named = _tidy(weights, tied=HEAD not in expected)
     tensors.check(expected, {name: _found(value) for name, value in named.items()})
     layers, matrices = attention_uses(model, dtype), matmul_uses(model, named, dtype)
-    return [*layers, *matrices, *other_uses(model, dtype)]
+    chunks = map(attention.chunk_use, layers)
+    return [*layers, *chunks, *matrices, *other_uses(model, dtype)]
 
 
 def _choose_kernels(
-    attention: Mapping[AttentionUse, Sequence[int]],
+    layers: Mapping[AttentionUse, Sequence[int]],
     matmuls: Mapping[MatmulUse, Sequence[str]],
     others: Sequence[Use],
     cancelled: Callable[[], bool],
 ) -> None:
     """Decide on Metal kernels while the GPU is idle and memory free, before weights are there."""
     places: dict[Use, str] = {}
-    for use, layers in attention.items():
-        asked = (use, *append.uses(use))
-        places |= dict.fromkeys(asked, f"layers {', '.join(map(str, layers))}")
+    for use, indices in layers.items():
+        asked = (use, attention.chunk_use(use), *append.uses(use))
+        places |= dict.fromkeys(asked, f"layers {', '.join(map(str, indices))}")
     places |= {use: f"{len(names)} matrices" for use, names in matmuls.items()}
     places |= dict.fromkeys(others, "layers")
     choices = registry.choose(places, cancelled=cancelled)
     for (use, place), choice in zip(places.items(), choices, strict=True):
         how = f"{choice.op} is {choice.implementation} ({choice.reason})"
-        # MLX's own matmul is fast for all shapes; its attention of pages is not.
-        slow = choice.unsupported and choice.op == AttentionUse.op
+        # MLX's own are fast for all shapes, but for rows of one token over pages.
+        slow = choice.unsupported and type(use) is AttentionUse
         logger.log(logging.WARNING if slow else logging.INFO, "%s, %s: %s", place, use, how)
 
 

@@ -51,6 +51,12 @@ def test_an_op_that_there_is_not_is_refused_with_those_that_there_are(cli):
         # 4 bits and two 16-bit numbers for 64 weights; x and y in float32 on a CPU
         ("matmul", "1 x 2048 -> 8192, 4 bits", 8192 * 2048 * 4.5 / 8 + 4 * 10240, 2 * 2048 * 8192),
         ("attention", "8 x 4096 tokens, 16 bits", 8 * (4096 * 8 * 64 * 4 + 2 * 8192), 2**28),
+        (
+            "attention",
+            "last 512 of 4096 tokens",
+            4096 * 8 * 64 * 4 + 2 * 512 * 8192,
+            4 * 2048 * (3584 * 512 + 512 * 513 // 2),
+        ),
         ("append", "4 pages to 16 bits", 2 * 4 * 64 * 8 * 64 * 4, 0),
         ("select", "16 x 128256", 16 * 128256 * 4, 0),
     ],

@@ -6,11 +6,12 @@ import pytest
 
 from mlxserve.kernels import selfcheck
 from mlxserve.kernels.metal import launch
+from mlxserve.kernels.metal.chunk_attention import chunk_attention
 from mlxserve.kernels.metal.packed_attention import part_pages
 from mlxserve.kernels.metal.paged_attention import decode_attention
 from mlxserve.kernels.metal.plan import DecodePlan
 from mlxserve.kernels.metal.quantized_matmul import MAX_ROWS, quantized_rows
-from mlxserve.kernels.uses import AttentionUse, MatmulUse
+from mlxserve.kernels.uses import AttentionUse, ChunkUse, MatmulUse
 from tests.kernels.paged import Paged
 from tests.metal.matmuls import exact, random_case
 
@@ -28,29 +29,35 @@ USES = [
     AttentionUse(8, 8, 80, "float16", softcap=50.0, sinks=True, key_bits=4),
 ]
 POSITIONS = (0, 63, 64, 127, 255, 256, 257, 900, 3000)
+CHUNKS = [(0, 7), (64, 64), (130, 20), (960, 33)]  # start and tokens
+
+
+def decode(use, cache, q, **how):
+    plan = cache.described.decode_plan(use.window, part_pages(use.key_bits, use.value_bits))
+    return decode_attention(q, cache.hot, cache.pool, plan, **how, run=launch.run)
+
+
+def chunk(use, cache, q, **how):
+    plan = cache.described.chunk_plan(use.window, use.q_heads // use.kv_heads, use.dim)
+    return chunk_attention(q, cache.hot, cache.pool, plan, **how, run=launch.run)
 
 
 @pytest.mark.parametrize("use", USES, ids=str)
-def test_decode_attention(use):
+@pytest.mark.parametrize(
+    ("attend", "rows"),
+    [(decode, [(position, 1) for position in POSITIONS]), (chunk, CHUNKS)],
+    ids=["decode", "chunks"],
+)
+def test_attention(use, attend, rows):
     dtype = getattr(mx, use.dtype)
-    rows = [(position, 1) for position in POSITIONS]
     bits = use.key_bits or None, use.value_bits or None
     paged = Paged(rows, use.kv_heads, use.dim, window=use.window, dtype=dtype, bits=bits)
     rng = np.random.default_rng(1)
-    q = mx.array(rng.normal(size=(len(rows), use.q_heads, use.dim)).astype(np.float32))
+    q = mx.array(rng.normal(size=(paged.total, use.q_heads, use.dim)).astype(np.float32))
     q = q.astype(dtype)
     sinks = rng.normal(size=use.q_heads).astype(np.float32) if use.sinks else None
     how = {"scale": use.dim**-0.5, "softcap": use.softcap}
-    plan = paged.described.decode_plan(use.window, part_pages(use.key_bits, use.value_bits))
-    got = decode_attention(
-        q,
-        paged.hot,
-        paged.pool,
-        plan,
-        **how,
-        sinks=None if sinks is None else mx.array(sinks),
-        run=launch.run,
-    )
+    got = attend(use, paged, q, **how, sinks=None if sinks is None else mx.array(sinks))
     wide = np.array(q.astype(mx.float32), np.float64)
     expected = paged.expected(wide, **how, sinks=sinks)
     spacing = 2.0**-10 if dtype == mx.float16 else 2.0**-7
@@ -90,7 +97,11 @@ def test_matmul(bits, group, dtype):
         assert mx.array_equal(got, together[:count]), count
 
 
-@pytest.mark.parametrize("use", [USES[0], MatmulUse(14336, 4096, 4, 64, "bfloat16")], ids=str)
+@pytest.mark.parametrize(
+    "use",
+    [USES[0], ChunkUse(32, 8, 128, "bfloat16"), MatmulUse(14336, 4096, 4, 64, "bfloat16")],
+    ids=str,
+)
 def test_this_gpu_passes_the_check(use):
     verdict = selfcheck.examine(use)
     assert verdict.failure == ""

@@ -17,7 +17,7 @@ import pytest
 
 from mlxserve import files
 from mlxserve.errors import ModelError, RequestError
-from mlxserve.kernels import native, registry, selfcheck, verdicts
+from mlxserve.kernels import attention, native, registry, selfcheck, verdicts
 from mlxserve.kernels.registry import TOLERANCE
 from mlxserve.kernels.uses import AttentionUse, MatmulUse, NormUse, RopeUse
 from mlxserve.kernels.verdicts import Timing, Verdict
@@ -353,7 +353,8 @@ def test_models_are_checked_before_their_weights_are_loaded(gpu, caplog, monkeyp
     windowed = AttentionUse(4, 2, 64, "bfloat16", window=12)
     full = AttentionUse(4, 2, 64, "bfloat16")
     norm, rope = NormUse(64, "bfloat16", inner=True), RopeUse(4, 2, 64, "bfloat16", norms=True)
-    assert asked == [windowed, full, rope, norm]
+    chunks = [attention.chunk_use(use) for use in (windowed, full)]
+    assert asked == [windowed, chunks[0], full, chunks[1], rope, norm]
     how = "attention is metal (faster at 1 of 1 sizes)"
     assert f"layers 0, 1, 3, {windowed}: {how}" in caplog.messages
     assert f"layers 2, {full}: {how}" in caplog.messages

@@ -18,7 +18,7 @@ from mlxserve.kernels.metal.launch import Launch
 from mlxserve.kernels.metal.paged_attention import Found
 from mlxserve.kernels.metal.plan import DecodePlan
 from mlxserve.kernels.pages import empty_pool
-from tests.metal import matmul_cost, pack_cost, rows_cost
+from tests.metal import chunk_cost, matmul_cost, pack_cost, rows_cost
 from tests.support.metal import Cost, cost
 
 TABLE = Path(__file__).with_name("COST.md")
@@ -180,7 +180,7 @@ def table(rows: dict[Case, Row]) -> str:
 
 if __name__ == "__main__":
     text = table({case: measure(case, LENGTHS) for case in CASES})
-    for each in (pack_cost, matmul_cost, rows_cost):
+    for each in (pack_cost, matmul_cost, rows_cost, chunk_cost):
         text += each.table({case: each.measure(case) for case in each.CASES})
     if "--write" in sys.argv[1:]:
         TABLE.write_text(text, "utf-8")

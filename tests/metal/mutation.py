@@ -13,10 +13,10 @@ BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\([^;]*\);")
 BOUND = re.compile(r"(?<=[\w)\]]) < (?=[\w(])")
 
 
-def params(mutants, name):
-    """For `parametrize`: name gives the id of one, which is a tuple."""
+def params(mutants, name, one_in=EACH):
+    """For `parametrize`: name gives the id of one, which is a tuple. one_in: see EACH."""
     return [
-        pytest.param(*each, id=name(*each), marks=() if i % EACH == 0 else pytest.mark.slow)
+        pytest.param(*each, id=name(*each), marks=() if i % one_in == 0 else pytest.mark.slow)
         for i, each in enumerate(mutants)
     ]
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.metal import matmul_cost, pack_cost, rows_cost
+from tests.metal import chunk_cost, matmul_cost, pack_cost, rows_cost
 from tests.metal.cost_report import CASES, LENGTHS, TABLE, Case, measure, table
+from tests.support.metal import cost
 
 # Hot, so token-major, as complete pages aren't left: 160 bytes of a head, then those of the other.
 ACROSS_LINES = Case(3, 80, 2, sealed=False)
@@ -29,10 +30,17 @@ def row_wise():
     return {case: rows_cost.measure(case) for case in rows_cost.CASES}
 
 
+@pytest.fixture(scope="module")
+def chunk_rows():
+    return {case: chunk_cost.measure(case) for case in chunk_cost.CASES}
+
+
 @pytest.mark.full
-def test_the_committed_table_is_that_of_the_kernels(rows, pack_rows, matmul_rows, row_wise):
+def test_the_committed_table_is_that_of_the_kernels(
+    rows, pack_rows, matmul_rows, row_wise, chunk_rows
+):
     text = table(rows) + pack_cost.table(pack_rows) + matmul_cost.table(matmul_rows)
-    text += rows_cost.table(row_wise)
+    text += rows_cost.table(row_wise) + chunk_cost.table(chunk_rows)
     assert TABLE.read_text("utf-8") == text, "run `python -m tests.metal.cost_report --write`"
 
 
@@ -69,3 +77,22 @@ def test_rows_are_read_and_written_once(row_wise):
     for case, row in row_wise.items():
         assert row.bytes_ratio == 1, case
         assert row.lines_ratio == (2 if case.sizes[-1] == 64 else 1), case
+
+
+@pytest.mark.full
+def test_a_block_reads_what_it_sees_once(chunk_rows):
+    for case, row in chunk_rows.items():
+        assert row.moved_bytes <= 1.02 * row.least_bytes, case
+        assert row.lines <= (1.40 if case.bits else 1.17) * row.least_bytes / 128, case
+
+
+@pytest.mark.full
+def test_pages_of_queries_add_up_to_a_chunk():
+    case = chunk_cost.Case(128, 128, 3, 64)
+    counted = cost(chunk_cost.launch_of(case))
+    whole, added = chunk_cost.row_of(case, counted), chunk_cost.measure(case)
+    assert (whole.least_bytes, whole.barriers) == (added.least_bytes, added.barriers)
+    assert whole.cache_bytes == added.cache_bytes
+    assert whole.operations == added.operations
+    assert whole.moved_bytes == pytest.approx(added.moved_bytes, rel=1e-4)  # but for tables
+    assert whole.lines == pytest.approx(added.lines, rel=1e-3)

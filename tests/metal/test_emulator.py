@@ -285,6 +285,18 @@ def test_simdgroup_matrices():
     np.testing.assert_allclose(np.array(out), a.astype(np.float64) @ b.T, atol=1e-5)
 
 
+def test_lanes_hold_the_numbers_of_a_matrix_where_mlx_expects_them():
+    """Its BaseMMAFrag::get_coord, of steel/gemm/mma.h."""
+    body = """simdgroup_float8x8 A; simdgroup_load(A, x, 8);
+      o[i * 2] = A.thread_elements()[0]; o[i * 2 + 1] = A.thread_elements()[1];"""
+    (out,) = emulate(launch(body, threads=32, threadgroup=32, shape=(32, 2)))
+    lane = np.arange(32)
+    row = (lane // 4 & 4) + lane // 2 % 4
+    column = (lane // 4 & 2) * 2 + lane % 2 * 2
+    at = row * 8 + column
+    np.testing.assert_array_equal(np.array(out), np.stack([at, at + 1], axis=1))
+
+
 def test_order_decides_who_is_last():
     call = launch("o[0] = x[i];", shape=(1,))
     assert emulate(call, mode="fast")[0].item() == 63

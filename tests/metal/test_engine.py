@@ -92,7 +92,7 @@ def test_answers_are_those_of_the_reference(monkeypatch, launched, name, options
     metal = "reference,attention=metal,append=metal"
     got = answers(monkeypatch, tiny, metal, emulated.__name__, **options)
     packed = {"packed_attention", "pack_pages"} if "kv_bits" in options else set()
-    assert launched == {"paged_attention", "paged_attention_merge"} | packed
+    assert launched == {"paged_attention", "paged_attention_merge", "chunk_attention"} | packed
     expected = answers(monkeypatch, tiny, "reference", "", **options)
     for request, tokens in expected.items():
         # Up to where rounding may have led to another token.

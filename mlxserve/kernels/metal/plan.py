@@ -1,4 +1,4 @@
-"""Which parts of which rows the kernels of decode attention compute, in tables of integers."""
+"""Which parts of which rows the kernels of attention compute, in tables of integers."""
 
 from typing import NamedTuple
 
@@ -8,6 +8,7 @@ import numpy as np
 from mlxserve.kernels.pages import PAGE_TOKENS
 
 PLAIN_PAGES = 4  # the most of a part of pages that aren't packed
+NO_WINDOW = 1 << 30  # more tokens than any context has
 # Numbers of all heads that a lane keeps in registers. MLX measured that 88 spill (its pull request
 # 4077), in a kernel that is like ours in this respect.
 MAX_LANE_NUMBERS = 56
@@ -57,6 +58,41 @@ class DecodePlan:
         self.packed = _parts(table, pages, low, begin, border, packed_pages or PLAIN_PAGES)
         self.plain = _parts(table, pages, low, border, end, PLAIN_PAGES)
         self.count = len(table)
+
+
+class ChunkPlan:
+    """The blocks of rows of several tokens, for layers that share page ids, window and heads.
+
+    table, pages: of `PagedRows`; group: query heads of a KV head, which are folded into the rows of
+    queries; block_rows: of these in a block. rows: int32 `[R, 8]`, work: int32 `[items, 2]`, as
+    chunk_attention.metal reads them; tokens: of all rows.
+    """
+
+    def __init__(
+        self,
+        table: np.ndarray,
+        pages: np.ndarray,
+        window: int | None,
+        group: int,
+        block_rows: int,
+    ) -> None:
+        first, n, start, base, sealed, at, kept = table.astype(np.int64).T
+        if kept.any():
+            raise ValueError(f"chunk attention takes no kept pages, got {kept.max()}")
+        windows = np.full(len(n), NO_WINDOW if window is None else window)
+        rows = np.stack([first, n, start, windows, base, sealed, at, np.cumsum(n) - n], axis=1)
+        blocks = -(-n * group // block_rows)
+        row = np.repeat(np.arange(len(n)), blocks)
+        block = np.arange(len(row)) - (np.cumsum(blocks) - blocks)[row]
+        work = np.zeros((max(4, len(row)), 2), np.int32)  # below 8 numbers MLX changes their type
+        work[: len(row)] = np.stack([row, block * block_rows], axis=1)
+        self.rows, self.work = mx.array(rows.astype(np.int32)), mx.array(work)
+        self.items, self.tokens = len(row), int(n.sum())
+        self.pages = _page_ids(pages)
+
+
+def _page_ids(pages: np.ndarray) -> mx.array:
+    return mx.array(np.resize(pages, max(8, len(pages))).astype(np.int32))
 
 
 def _parts(

@@ -4,12 +4,13 @@ import mlx.core as mx
 import numpy as np
 
 P = 64
+CHAINED = ("paged_attention", "packed_attention", "chunk_attention")
 _seen = {}
 
 
 def run(launch):
     # Attention is timed on its last result: there the values of queries don't count.
-    chained = 1 if launch.kernel.name in ("paged_attention", "packed_attention") else 0
+    chained = 1 if launch.kernel.name in CHAINED else 0
     key = (launch.kernel.name, *map(id, launch.arrays[chained:]))
     shape = launch.arrays[0].shape
     if key not in _seen or _seen[key][0] != shape:
@@ -90,6 +91,42 @@ def _attend(launch, template, q, page_of, work, how):
     return partial, tops
 
 
+def _chunk(launch, template, q, *arrays):
+    hot_k, hot_v, *sealed, rows, _, pages, how, sinks = arrays
+    hot = [x.reshape(-1, P, *x.shape[1:]) for x in (hot_k, hot_v)]
+    keys, values = sealed[0], sealed[3]  # [pages, Hk, P, D]
+    if template["KB"] < 16:
+        keys = _unpacked(*sealed[:3], template["KB"]).swapaxes(2, 3)
+    if template["VB"] < 16:
+        scales, biases = (x.repeat(32, axis=-1) for x in sealed[4:])
+        values = _unpacked(values, scales, biases, template["VB"])[..., : template["D"]]
+    out = np.zeros(launch.shapes[0])
+    for first, n, start, window, first_page, in_pool, at, to in rows:
+        ids = pages[at : at + (start + n - 1) // P + 1 - first_page]
+        k, v = (
+            np.concatenate([*pool[ids[:in_pool]].swapaxes(1, 2), *hot_x[ids[in_pool:]]])
+            for pool, hot_x in zip((keys, values), hot, strict=True)
+        )
+        heads = zip(q[first : first + n].swapaxes(0, 1), np.arange(q.shape[1]), strict=True)
+        positions = start + np.arange(n)[:, None]
+        tokens = first_page * P + np.arange(len(k))
+        seen = (tokens <= positions) & (tokens > positions - window)
+        for queries, head in heads:
+            k_head, v_head = (
+                np.where(seen.any(0)[:, None], x[:, head // template["G"]], 0) for x in (k, v)
+            )
+            scores = queries @ k_head.T * how[0]
+            if template["SOFTCAP"]:
+                scores = how[1] * np.tanh(scores / how[1])
+            scores = np.where(seen, scores, -np.inf)
+            sink = np.full((n, 1), sinks[head] if template["SINKS"] else -np.inf)
+            scores = np.concatenate([scores, sink], axis=1)
+            weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+            weights /= weights.sum(axis=1, keepdims=True)
+            out[to : to + n, head] = weights[:, :-1] @ v_head
+    return [out]
+
+
 def _merge(launch, template, partial, tops, rows, newer_partial, newer_tops, newer_rows, sinks):
     sets = [(partial, tops, rows), (newer_partial, newer_tops, newer_rows)]
     sets = sets[: 1 + template["NEWER"]]
@@ -167,6 +204,7 @@ COMPUTE = {
     "paged_attention": _parts,
     "packed_attention": _packed_parts,
     "paged_attention_merge": _merge,
+    "chunk_attention": _chunk,
     "quantized_matmul": _quantized_matmul,
     "pack_pages": _pack_pages,
     "add_rms_norm": _add_rms_norm,
