@@ -8,12 +8,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxserve.errors import ModelError
 from mlxserve.kernels.quantized import PackedWeight, dequantize
-from mlxserve.report import damaged
 from mlxserve.sources import directory, fingerprint, mlx_quant
 from mlxserve.sources.mlx_quant import Quantised
-from mlxserve.sources.safetensors import Entry
+from mlxserve.sources.safetensors import Entry, read_into
 
 from .source import Buffer, Source, Tensor
 
@@ -71,7 +69,7 @@ class Plain:
         return math.prod(self.shape) * self.dtype.size
 
     def fetch(self, start: int, stop: int, buffer: Buffer) -> None:
-        _read_rows(self.entry, start, stop, buffer.data)
+        read_into(buffer.data, self.entry, range(start, stop))
 
     def array(self, buffer: Buffer, rows: int) -> mx.array:
         return buffer.array((rows, *self.shape[1:]), self.dtype)
@@ -99,7 +97,7 @@ class Packed:
         """One part's rows after the other's."""
         at = 0
         for entry in self.entries:
-            at += _read_rows(entry, start, stop, buffer.data[at:])
+            at += read_into(buffer.data[at:], entry, range(start, stop))
 
     def array(self, buffer: Buffer, rows: int) -> mx.array:
         arrays, at = [], 0
@@ -111,23 +109,3 @@ class Packed:
         how = self.scheme
         packed = PackedWeight(arrays[0], arrays[1], biases, how.bits, how.group_size, how.mode)
         return dequantize(packed, mx.float32).astype(self.dtype)
-
-
-def _read_rows(entry: Entry, start: int, stop: int, buffer: memoryview) -> int:
-    """Read some rows of a tensor to the buffer's start. Returns how many bytes they are.
-
-    Raises ModelError where the file can't be read, or ends.
-    """
-    row_bytes = math.prod(entry.shape[1:]) * TYPES[entry.dtype].size
-    nbytes = (stop - start) * row_bytes
-    target = buffer[:nbytes]
-    try:
-        with entry.path.open("rb", buffering=0) as f:
-            f.seek(entry.offset + start * row_bytes)
-            while target:
-                if not (n := f.readinto(target)):
-                    raise damaged(entry.path, "it became shorter while it was read")
-                target = target[n:]
-    except OSError as e:
-        raise ModelError(f"{entry.path}: {e.strerror}; check the disk") from None
-    return nbytes

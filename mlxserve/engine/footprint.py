@@ -19,6 +19,7 @@ from mlxserve.kernels.matmul import Form
 from mlxserve.kernels.native import usable_cores
 from mlxserve.models import registry
 from mlxserve.models.activations import step_shape
+from mlxserve.models.tensor_parallel import Shard
 
 USEFUL_CONTEXT_TOKENS = 8192
 PROBE_BYTES = 512 << 20
@@ -142,22 +143,32 @@ def loaded_bytes(
     *,
     form: Form,
     elements: Mapping[str, int] | None = None,
+    shard: Shard | None = None,
 ) -> int:
     """Bytes of the weights once loaded, told from config.json; reads and allocates nothing.
 
     form: how this device keeps matrices (`kernels.matmul.form`). Metal and the native kernels keep
     them as they are in the files (file_bytes), but for a GGUF file's; elements: those, by type.
+    shard: the part that is loaded, taken to have the mean bytes per weight; None: all of it.
     Raises ModelError for a config that this version can't run.
     """
     if form == "float32":
-        module = cast(nn.Module, registry.build(config))
-        return 4 * sum(array.size for _, array in cast(list, tree_flatten(module.parameters())))
-    if not elements:
-        return file_bytes
-    half_bits = sum(n * GGUF_HALF_BITS[kind] for kind, n in elements.items())
-    if form == "panels":
-        half_bits -= sum(elements.get(kind, 0) for kind in SYMMETRIC)
-    return half_bits // 16
+        whole = 4 * _parameters(config)
+    elif not elements:
+        whole = file_bytes
+    else:
+        half_bits = sum(n * GGUF_HALF_BITS[kind] for kind, n in elements.items())
+        if form == "panels":
+            half_bits -= sum(elements.get(kind, 0) for kind in SYMMETRIC)
+        whole = half_bits // 16
+    if shard is None:
+        return whole
+    return whole * _parameters(config, shard) // _parameters(config)
+
+
+def _parameters(config: Mapping[str, Any], shard: Shard | None = None) -> int:
+    module = cast(nn.Module, registry.build(config, shard))
+    return sum(array.size for _, array in cast(list, tree_flatten(module.parameters())))
 
 
 def parts_of(module: nn.Module, layers: int) -> Parts:

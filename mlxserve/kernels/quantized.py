@@ -31,6 +31,17 @@ class PackedWeight:
         return *leading, words * 32 // self.bits
 
 
+def column_ranges(columns: range, bits: int, group_size: int) -> tuple[range, range]:
+    """Where some columns of a packed matrix lie: in its words, and in its scales and biases.
+
+    Raises ValueError for columns that aren't whole groups.
+    """
+    if columns.start % group_size or columns.stop % group_size:
+        raise ValueError(f"columns {columns} aren't whole groups of {group_size}")
+    words = range(columns.start * bits // 32, columns.stop * bits // 32)
+    return words, range(columns.start // group_size, columns.stop // group_size)
+
+
 def quantized_matmul(x: mx.array, packed: PackedWeight) -> mx.array:
     """`x @ dequantise(packed).T`.
 

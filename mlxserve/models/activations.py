@@ -6,7 +6,7 @@ from collections import Counter
 import mlx.core as mx
 
 from mlxserve.memory import StepShape
-from mlxserve.models.base import Model
+from mlxserve.models.base import Group, Model
 from mlxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm
 from mlxserve.models.uses import Trace
 
@@ -55,15 +55,20 @@ def _width(part: object) -> int:
     """Numbers per token that a part makes, besides those that its own parts do."""
     match part:
         case Linear():
-            return part.weight.shape[0]
+            return part.weight.shape[0] * _arrays(part.group)
         case RMSNorm():  # the sum that it is of, too
             return 2 * part.weight.shape[0]
         case GatedMLP():
             return part.gate_proj.weight.shape[0]
         case Embedding():
-            return part.weight.shape[1]
+            return part.weight.shape[1] * _arrays(part.group)
         case _:
             return 0
+
+
+def _arrays(group: Group) -> int:
+    """Of results that are added up over a group: at the most every rank's, and the sum."""
+    return 1 if group.size == 1 else group.size + 1
 
 
 def _ahead(layers: list[tuple[int, int]]) -> int:

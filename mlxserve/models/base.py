@@ -75,6 +75,61 @@ class View(Protocol):
     def layer(self, index: int) -> LayerView: ...
 
 
+class Group(Protocol):
+    """Several processes that compute one model together, each as its rank, from 0 on.
+
+    Both operations are lazy, and all ranks must come to the same ones in the same order.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, x: mx.array) -> mx.array:
+        """x added up over all ranks, in their order, so that all have the same bits."""
+        ...
+
+    def gather(self, x: mx.array, widths: Sequence[int]) -> mx.array:
+        """Each rank's `[..., widths[rank]]` side by side: `[..., sum(widths)]`."""
+        ...
+
+
+class Alone:
+    """The group of one process that has the whole model."""
+
+    rank, size = 0, 1
+
+    def sum(self, x: mx.array) -> mx.array:
+        return x
+
+    def gather(self, x: mx.array, widths: Sequence[int]) -> mx.array:
+        return x
+
+
+ALONE = Alone()
+
+
+class Sizes(Protocol):
+    """What a model's matrices are divided by among processes. inner: of the MLP."""
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def inner(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
 class Model(Protocol):
     """A language model as the engine sees it: lazy functions of tokens, without state.
 
@@ -87,8 +142,13 @@ class Model(Protocol):
     dtype: mx.Dtype
     float16_safe: bool
 
+    @property
+    def config(self) -> Sizes:
+        """Of the whole model."""
+        ...
+
     def layer_specs(self) -> list[LayerSpec]:
-        """What each layer keeps in the cache, first layer first."""
+        """What each layer keeps in this process's cache, first layer first."""
         ...
 
     def named_modules(self) -> Any:

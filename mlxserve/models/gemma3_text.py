@@ -25,6 +25,7 @@ from mlxserve.models.layers import (
     run_blocks,
 )
 from mlxserve.models.rope import Rope, rope_from_config
+from mlxserve.models.tensor_parallel import Shard, shard_of
 
 ACTIVATION = "gelu_pytorch_tanh"
 
@@ -112,16 +113,17 @@ def _sliding(reader: ConfigReader) -> tuple[bool, ...]:
 class Attention(nn.Module):
     """Grouped-query attention with normalised queries and keys, windowed or full."""
 
-    def __init__(self, c: Gemma3Config, sliding: bool) -> None:
+    def __init__(self, c: Gemma3Config, shard: Shard, sliding: bool) -> None:
         super().__init__()
         self.head_dim = c.head_dim
         self.scale = c.scale
         self.cap = c.attention_cap
         self.rope = c.local_rope if sliding else c.global_rope
-        self.q_proj = Linear(c.width, c.heads * c.head_dim, bias=c.attention_bias)
-        self.k_proj = Linear(c.width, c.kv_heads * c.head_dim, bias=c.attention_bias)
-        self.v_proj = Linear(c.width, c.kv_heads * c.head_dim, bias=c.attention_bias)
-        self.o_proj = Linear(c.heads * c.head_dim, c.width, bias=c.attention_bias)
+        queries, keys = len(shard.heads) * c.head_dim, len(shard.kv_heads) * c.head_dim
+        self.q_proj = Linear(c.width, queries, bias=c.attention_bias)
+        self.k_proj = Linear(c.width, keys, bias=c.attention_bias)
+        self.v_proj = Linear(c.width, keys, bias=c.attention_bias)
+        self.o_proj = Linear(queries, c.width, bias=c.attention_bias, group=shard.group)
         self.q_norm = RMSNorm(c.head_dim, c.eps)
         self.k_norm = RMSNorm(c.head_dim, c.eps)
 
@@ -137,13 +139,13 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One layer: attention and MLP, each normalised before and after, then added to the stream."""
 
-    def __init__(self, c: Gemma3Config, sliding: bool) -> None:
+    def __init__(self, c: Gemma3Config, shard: Shard, sliding: bool) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(c.width, c.eps)
-        self.self_attn = Attention(c, sliding)
+        self.self_attn = Attention(c, shard, sliding)
         self.post_attention_layernorm = InnerNorm(c.width)
         self.pre_feedforward_layernorm = RMSNorm(c.width, c.eps)
-        self.mlp = GatedMLP(c.width, c.inner, ACTIVATION)
+        self.mlp = GatedMLP(c.width, len(shard.inner), ACTIVATION, group=shard.group)
         self.post_feedforward_layernorm = InnerNorm(c.width)
 
     def __call__(
@@ -158,12 +160,18 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Everything but the output head; named `model` in checkpoints."""
 
-    def __init__(self, c: Gemma3Config) -> None:
+    def __init__(self, c: Gemma3Config, shard: Shard) -> None:
         super().__init__()
         # A Python number takes the array's dtype: in bfloat16 sqrt(3072) becomes the 55.5 that the
         # model was trained with.
-        self.embed_tokens = Embedding(c.vocab_size, c.width, scale=c.width**0.5)
-        self.layers = [Block(c, sliding) for sliding in c.sliding]
+        self.embed_tokens = Embedding(
+            len(shard.vocabulary),
+            c.width,
+            scale=c.width**0.5,
+            first=shard.vocabulary.start,
+            group=shard.group,
+        )
+        self.layers = [Block(c, shard, sliding) for sliding in c.sliding]
         self.norm = RMSNorm(c.width, c.eps)
 
     def __call__(self, ids: mx.array, view: View) -> mx.array:
@@ -173,19 +181,20 @@ class Trunk(nn.Module):
 class Gemma3(nn.Module):
     """See `models.base.Model`."""
 
-    def __init__(self, c: Gemma3Config) -> None:
+    def __init__(self, c: Gemma3Config, shard: Shard) -> None:
         super().__init__()
         self.config = c
         self.vocab_size = c.vocab_size
         self.context_tokens = c.context_tokens
         self.dtype = mx.float32
         self.float16_safe = False  # the 270M model's residual stream reaches 104,000
-        self.model = Trunk(c)
-        self.lm_head = None if c.tied else Linear(c.width, c.vocab_size)
+        self.shard = shard
+        self.model = Trunk(c, shard)
+        self.lm_head = None if c.tied else Linear(c.width, len(shard.vocabulary))
 
     def layer_specs(self) -> list[LayerSpec]:
-        c = self.config
-        full, windowed = FullKV(c.kv_heads, c.head_dim), WindowKV(c.kv_heads, c.head_dim, c.window)
+        c, kv_heads = self.config, len(self.shard.kv_heads)
+        full, windowed = FullKV(kv_heads, c.head_dim), WindowKV(kv_heads, c.head_dim, c.window)
         return [windowed if sliding else full for sliding in c.sliding]
 
     def __call__(self, ids: mx.array, view: View) -> mx.array:
@@ -193,7 +202,8 @@ class Gemma3(nn.Module):
 
     def logits(self, h: mx.array) -> mx.array:
         out = self.model.embed_tokens.as_linear(h) if self.lm_head is None else self.lm_head(h)
-        return soft_cap(out, self.config.logit_cap)
+        whole = self.shard.group.gather(out, self.shard.vocabulary_widths)
+        return soft_cap(whole, self.config.logit_cap)
 
     def sanitize(self, weights: Weights) -> Weights:
         """Adds the 1 that Gemma leaves out of its norm weights, in float32: no bit is lost."""
@@ -204,6 +214,7 @@ class Gemma3(nn.Module):
         return out
 
 
-def build(config: Mapping[str, Any]) -> Gemma3:
+def build(config: Mapping[str, Any], shard: Shard | None = None) -> Gemma3:
     """Raises ModelError for a config that this model doesn't implement."""
-    return Gemma3(read_config(config))
+    c = read_config(config)
+    return Gemma3(c, shard or shard_of(c))

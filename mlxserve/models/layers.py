@@ -9,20 +9,29 @@ import mlx.nn as nn
 from mlxserve.kernels.gates import gated
 from mlxserve.kernels.matmul import Weight, matmul, matmuls, rows
 from mlxserve.kernels.norm import add_rms_norm, rms_norm
-from mlxserve.models.base import LayerView, View
+from mlxserve.models.base import ALONE, Group, LayerView, View
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`. weight: `[outputs, inputs]`, in any form of `kernels.matmul`."""
+    """`x @ weight.T + bias`. weight: `[outputs, inputs]`, in any form of `kernels.matmul`.
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool = False) -> None:
+    group: of the processes that each have some of the inputs; their results are added up.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, *, bias: bool = False, group: Group = ALONE
+    ) -> None:
         super().__init__()
         self.weight: Weight = mx.zeros((outputs, inputs))
         self.bias = mx.zeros((outputs,)) if bias else None
+        self.group = group
 
     def __call__(self, x: mx.array) -> mx.array:
         """x: `[T, inputs]`. Returns `[T, outputs]` in x's dtype."""
-        return matmul(x, self.weight, self.bias)
+        if self.group.size == 1:
+            return matmul(x, self.weight, self.bias)
+        total = self.group.sum(matmul(x, self.weight))
+        return total if self.bias is None else total + self.bias
 
 
 def project(x: mx.array, *layers: Linear) -> list[mx.array]:
@@ -33,21 +42,37 @@ def project(x: mx.array, *layers: Linear) -> list[mx.array]:
 class Embedding(nn.Module):
     """A row per token id, times `scale`. weight: `[V, D]`, in any form; packed rows have `dtype`.
 
-    The output head that shares the weight has no scale.
+    The output head that shares the weight has no scale. group: of the processes that each have
+    some of the rows; first: the id of this one's first row.
     """
 
-    def __init__(self, vocab_size: int, width: int, *, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        width: int,
+        *,
+        scale: float = 1.0,
+        first: int = 0,
+        group: Group = ALONE,
+    ) -> None:
         super().__init__()
         self.scale = scale
+        self.first = first
+        self.group = group
         self.weight: Weight = mx.zeros((vocab_size, width))
         self.dtype = mx.float32
 
     def __call__(self, ids: mx.array) -> mx.array:
         """ids: integers `[T]`. Returns `[T, D]`."""
-        return rows(self.weight, ids, self.dtype, self.scale)
+        if self.group.size == 1:
+            return rows(self.weight, ids, self.dtype, self.scale)
+        row = ids.astype(mx.int32) - self.first
+        here = (row >= 0) & (row < self.weight.shape[0])
+        found = rows(self.weight, mx.where(here, row, 0), self.dtype, self.scale)
+        return self.group.sum(mx.where(here[:, None], found, 0))
 
     def as_linear(self, h: mx.array) -> mx.array:
-        """The tied output head. h: `[..., D]`. Returns `[..., V]`."""
+        """The tied output head. h: `[..., D]`. Returns `[..., V]`, of the rows that are here."""
         return matmul(h, self.weight)
 
 
@@ -85,14 +110,23 @@ class InnerNorm(nn.Module):
 class GatedMLP(nn.Module):
     """`down(activation(gate(x)) * up(x))` (Shazeer 2020, arXiv:2002.05202).
 
-    activation: a key of `kernels.gates.GATES`, the name that config files give it.
+    activation: a key of `kernels.gates.GATES`, the name that config files give it. group: of the
+    processes that each have some of the inner channels.
     """
 
-    def __init__(self, width: int, inner: int, activation: str, *, bias: bool = False) -> None:
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        activation: str,
+        *,
+        bias: bool = False,
+        group: Group = ALONE,
+    ) -> None:
         super().__init__()
         self.gate_proj = Linear(width, inner, bias=bias)
         self.up_proj = Linear(width, inner, bias=bias)
-        self.down_proj = Linear(inner, width, bias=bias)
+        self.down_proj = Linear(inner, width, bias=bias, group=group)
         self.activation = activation
 
     def __call__(self, x: mx.array) -> mx.array:

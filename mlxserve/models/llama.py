@@ -14,6 +14,7 @@ from mlxserve.cache.spec import FullKV, LayerSpec, WindowKV
 from mlxserve.models.base import ConfigReader, LayerView, View, Weights
 from mlxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project, run_blocks
 from mlxserve.models.rope import Rope, rope_from_config
+from mlxserve.models.tensor_parallel import Shard, shard_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +86,16 @@ def _window(reader: ConfigReader, config: Mapping[str, Any]) -> int | None:
 class Attention(nn.Module):
     """Grouped-query attention (Ainslie et al. 2023, arXiv:2305.13245) with rotary positions."""
 
-    def __init__(self, c: LlamaConfig) -> None:
+    def __init__(self, c: LlamaConfig, shard: Shard) -> None:
         super().__init__()
         self.head_dim = c.head_dim
         self.scale = c.head_dim**-0.5
         self.rope = c.rope
-        self.q_proj = Linear(c.width, c.heads * c.head_dim, bias=c.qkv_bias)
-        self.k_proj = Linear(c.width, c.kv_heads * c.head_dim, bias=c.qkv_bias)
-        self.v_proj = Linear(c.width, c.kv_heads * c.head_dim, bias=c.qkv_bias)
-        self.o_proj = Linear(c.heads * c.head_dim, c.width, bias=c.output_bias)
+        queries, keys = len(shard.heads) * c.head_dim, len(shard.kv_heads) * c.head_dim
+        self.q_proj = Linear(c.width, queries, bias=c.qkv_bias)
+        self.k_proj = Linear(c.width, keys, bias=c.qkv_bias)
+        self.v_proj = Linear(c.width, keys, bias=c.qkv_bias)
+        self.o_proj = Linear(queries, c.width, bias=c.output_bias, group=shard.group)
         self.q_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.eps) if c.qk_norm else None
 
@@ -109,12 +111,12 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One layer: attention and MLP, each normalised before and added to the stream."""
 
-    def __init__(self, c: LlamaConfig) -> None:
+    def __init__(self, c: LlamaConfig, shard: Shard) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(c.width, c.eps)
-        self.self_attn = Attention(c)
+        self.self_attn = Attention(c, shard)
         self.post_attention_layernorm = RMSNorm(c.width, c.eps)
-        self.mlp = GatedMLP(c.width, c.inner, "silu", bias=c.mlp_bias)
+        self.mlp = GatedMLP(c.width, len(shard.inner), "silu", bias=c.mlp_bias, group=shard.group)
 
     def __call__(
         self, x: mx.array, h: mx.array, positions: mx.array, layer: LayerView, norm: RMSNorm
@@ -127,10 +129,12 @@ class Block(nn.Module):
 class Trunk(nn.Module):
     """Everything but the output head; named `model` in checkpoints."""
 
-    def __init__(self, c: LlamaConfig) -> None:
+    def __init__(self, c: LlamaConfig, shard: Shard) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(c.vocab_size, c.width)
-        self.layers = [Block(c) for _ in c.windows]
+        self.embed_tokens = Embedding(
+            len(shard.vocabulary), c.width, first=shard.vocabulary.start, group=shard.group
+        )
+        self.layers = [Block(c, shard) for _ in c.windows]
         self.norm = RMSNorm(c.width, c.eps)
 
     def __call__(self, ids: mx.array, view: View) -> mx.array:
@@ -140,21 +144,22 @@ class Trunk(nn.Module):
 class Llama(nn.Module):
     """See `models.base.Model`."""
 
-    def __init__(self, c: LlamaConfig) -> None:
+    def __init__(self, c: LlamaConfig, shard: Shard) -> None:
         super().__init__()
         self.config = c
         self.vocab_size = c.vocab_size
         self.context_tokens = c.context_tokens
         self.dtype = mx.float32
         self.float16_safe = True
-        self.model = Trunk(c)
-        self.lm_head = None if c.tied else Linear(c.width, c.vocab_size)
+        self.shard = shard
+        self.model = Trunk(c, shard)
+        self.lm_head = None if c.tied else Linear(c.width, len(shard.vocabulary))
 
     def layer_specs(self) -> list[LayerSpec]:
-        c = self.config
-        full = FullKV(c.kv_heads, c.head_dim)
+        c, kv_heads = self.config, len(self.shard.kv_heads)
+        full = FullKV(kv_heads, c.head_dim)
         return [
-            full if window is None else WindowKV(c.kv_heads, c.head_dim, window)
+            full if window is None else WindowKV(kv_heads, c.head_dim, window)
             for window in c.windows
         ]
 
@@ -162,12 +167,14 @@ class Llama(nn.Module):
         return self.model(ids, view)
 
     def logits(self, h: mx.array) -> mx.array:
-        return self.model.embed_tokens.as_linear(h) if self.lm_head is None else self.lm_head(h)
+        out = self.model.embed_tokens.as_linear(h) if self.lm_head is None else self.lm_head(h)
+        return self.shard.group.gather(out, self.shard.vocabulary_widths)
 
     def sanitize(self, weights: Weights) -> Weights:
         return weights
 
 
-def build(config: Mapping[str, Any]) -> Llama:
+def build(config: Mapping[str, Any], shard: Shard | None = None) -> Llama:
     """Raises ModelError for a config that this model doesn't implement."""
-    return Llama(read_config(config))
+    c = read_config(config)
+    return Llama(c, shard or shard_of(c))

@@ -18,11 +18,13 @@ from mlxserve.kernels.metal.launch import runner
 from mlxserve.kernels.quantized import PackedWeight
 from mlxserve.kernels.uses import AttentionUse, MatmulUse, Use
 from mlxserve.models import tensors
-from mlxserve.models.base import Model, Weights
+from mlxserve.models.base import Group, Model, Weights
 from mlxserve.models.layers import Embedding, Linear
 from mlxserve.models.registry import build
+from mlxserve.models.tensor_parallel import Shard, shard_of
 from mlxserve.models.tensors import EMBEDDING, HEAD
 from mlxserve.models.uses import attention_uses, matmul_uses, other_uses
+from mlxserve.sources.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ def load_model(
     config: Mapping[str, Any],
     weights: Weights,
     *,
+    shard: Shard | None = None,
     compute_dtype: mx.Dtype | None = None,
     prepare: Prepare | None = None,
     uses: Uses = attention_uses,
@@ -46,6 +49,7 @@ def load_model(
 
     weights: tensors under their checkpoint names, dense or packed. The dict is emptied, so that a
         source is freed once its layer is converted: the peak is the model plus the largest group.
+    shard: the part of the model that the weights are of, from `shard_checkpoint`; None: all of it.
     compute_dtype: float32, float16 or bfloat16 for activations, and for dense weights on Metal.
         None keeps the checkpoint's own type on Metal and takes float32 on CPU.
     prepare: the form in which this device computes with a matrix; None: `matmul.prepare`.
@@ -59,7 +63,7 @@ def load_model(
     """
     if compute_dtype is not None and compute_dtype not in COMPUTE_DTYPES:
         raise ModelError(f"compute_dtype is {compute_dtype}; use float32, float16 or bfloat16")
-    model = build(config)
+    model = build(config, shard)
     module = cast(nn.Module, model)
     expected = tensors.expected(model)
     pending = _tidy(weights, tied=HEAD not in expected)
@@ -89,6 +93,27 @@ def load_model(
     model.dtype = dtype
     mx.clear_cache()  # the sources' buffers, which nothing will ask for again
     return model
+
+
+def shard_checkpoint(checkpoint: Checkpoint, group: Group) -> Shard:
+    """What this rank of a group is to load of a model; only headers are looked at.
+
+    Load it with `load_model(config, checkpoint.weights(shard.region), shard=shard)`. Raises
+    ModelError for a checkpoint that doesn't fit its config, as a whole, and RequestError for a
+    group that the model can't be divided among.
+    """
+    model = build(checkpoint.config)
+    expected = tensors.expected(model)
+    names = tensors.names(checkpoint.tensors)
+    if HEAD not in expected and EMBEDDING in names:
+        names.pop(HEAD, None)  # compared with the embedding once it is loaded
+    stored = {name: checkpoint.tensors[original] for name, original in names.items()}
+    tensors.check(expected, {n: tensors.Found(t.shape, t.not_floating) for n, t in stored.items()})
+    groups = {name: t.group_size for name, t in stored.items() if t.group_size is not None}
+    try:
+        return shard_of(model.config, group, groups)
+    except RequestError as e:
+        raise RequestError(f"{checkpoint.path}: {e}") from None
 
 
 def kernel_uses(config: Mapping[str, Any], weights: Weights) -> list[Use]:

@@ -9,6 +9,7 @@ from typing import Any
 from mlxserve.models.base import ConfigReader
 from mlxserve.models.llama import Llama, LlamaConfig
 from mlxserve.models.rope import rope_from_config
+from mlxserve.models.tensor_parallel import Shard, shard_of
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -76,8 +77,9 @@ def _windows(reader: ConfigReader, config: Mapping[str, Any]) -> tuple[int | Non
     return tuple(window if name == "sliding_attention" else None for name in types)
 
 
-def build(config: Mapping[str, Any]) -> Llama:
+def build(config: Mapping[str, Any], shard: Shard | None = None) -> Llama:
     """Raises ModelError for a config that these models don't implement."""
-    model = Llama(read_config(config))
+    c = read_config(config)
+    model = Llama(c, shard or shard_of(c))
     model.float16_safe = False  # trained in bfloat16; that less range is enough was not measured
     return model

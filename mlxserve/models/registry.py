@@ -1,4 +1,4 @@
-"""Which module implements a config's `model_type`. Each has `build(config) -> Model`."""
+"""Which module implements a config's `model_type`. Each has `build(config, shard) -> Model`."""
 
 import difflib
 import importlib
@@ -7,6 +7,7 @@ from typing import Any
 
 from mlxserve.errors import ModelError
 from mlxserve.models.base import Model
+from mlxserve.models.tensor_parallel import Shard
 
 MODULES = {
     "gemma3_text": "mlxserve.models.gemma3_text",
@@ -17,9 +18,10 @@ MODULES = {
 }
 
 
-def build(config: Mapping[str, Any]) -> Model:
+def build(config: Mapping[str, Any], shard: Shard | None = None) -> Model:
     """The model that `config` (a config.json) describes, with placeholders for weights.
 
+    shard: the part of it to build; None: all.
     Raises ModelError for an unsupported model_type and for a config the model refuses.
     """
     model_type = config.get("model_type")
@@ -30,4 +32,4 @@ def build(config: Mapping[str, Any]) -> Model:
         hint = f" (did you mean {close[0]}?)" if close else ""
         supported = ", ".join(sorted(MODULES))
         raise ModelError(f"model_type {model_type!r} isn't supported{hint}; supported: {supported}")
-    return importlib.import_module(MODULES[model_type]).build(config)
+    return importlib.import_module(MODULES[model_type]).build(config, shard)

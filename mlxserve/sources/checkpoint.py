@@ -3,17 +3,18 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import mlx.core as mx
+import numpy as np
 
 from mlxserve.errors import RequestError
 from mlxserve.kernels.native import usable_cores
-from mlxserve.kernels.quantized import PackedWeight
+from mlxserve.kernels.quantized import PackedWeight, column_ranges
 from mlxserve.report import damaged, show, unsupported
 from mlxserve.sources import directory, gguf_names, gguf_quant, mlx_quant, safetensors
 from mlxserve.sources.gguf import MAGIC, GGUFFile, read_gguf
@@ -21,7 +22,29 @@ from mlxserve.sources.gguf_quant import Q6K
 
 logger = logging.getLogger(__name__)
 
+QUANTISED_PARTS = ("weight", "scales", "biases")  # of one matrix
+
 Weights = dict[str, mx.array | PackedWeight]
+Shape = tuple[int, ...]
+# Which part of a tensor to take, by its name and shape: a range for each axis.
+Region = Callable[[str, Shape], tuple[range, ...]]
+
+
+def everything(name: str, shape: Shape) -> tuple[range, ...]:
+    """The `Region` of a whole tensor."""
+    return tuple(range(n) for n in shape)
+
+
+class Stored(NamedTuple):
+    """A tensor as headers describe it; a quantised one by the shape that it stands for.
+
+    group_size: numbers of a row that share a scale, None where it isn't quantised.
+    not_floating: the dtype where that is no floating type.
+    """
+
+    shape: Shape
+    group_size: int | None
+    not_floating: str = ""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -33,6 +56,7 @@ class Checkpoint:
         the weights say so themselves.
     gguf_metadata: all metadata of a GGUF file (its tokenizer is in there); None for a directory.
     size_bytes: of the weight files.
+    tensors: those that `weights` gives, by name.
     elements: weights by their type in a GGUF file; empty for a directory.
     """
 
@@ -40,16 +64,19 @@ class Checkpoint:
     config: dict[str, Any]
     gguf_metadata: Mapping[str, Any] | None
     size_bytes: int
-    load: Callable[[], Weights]
+    tensors: Mapping[str, Stored]
+    load: Callable[[Region], Weights]
     elements: Mapping[str, int] = field(default_factory=dict)
 
-    def weights(self) -> Weights:
+    def weights(self, region: Region = everything) -> Weights:
         """Weights by Hugging Face name, in the file's own dtypes; a quantised `X.weight` is packed.
 
-        A directory's arrays are lazy: evaluate them on the thread that called this. Reads the files
-        anew on each call. Raises ModelError for data that is damaged.
+        region: what to take of each, whole groups of a quantised matrix. Of a directory no more is
+        read than that, at once; of a GGUF file whole rows. A directory's arrays are lazy: evaluate
+        them on the thread that called this. Reads the files anew on each call. Raises ModelError
+        for data that is damaged.
         """
-        return self.load()
+        return self.load(region)
 
 
 def open_checkpoint(path: Path, *, gguf_q6_k: Q6K = "8bit") -> Checkpoint:
@@ -96,21 +123,35 @@ def _open_file(path: Path, q6_k: Q6K) -> Checkpoint:
         config,
         file.metadata,
         file.size_bytes,
-        lambda: _gguf_weights(file, tensors, q6_k),
+        {
+            t.name: Stored(t.tensor.shape, gguf_quant.group_size(t.tensor.type, q6_k))
+            for t in tensors
+        },
+        lambda region: _gguf_weights(file, tensors, q6_k, region),
         elements,
     )
 
 
-def _gguf_weights(file: GGUFFile, tensors: list[gguf_names.NamedTensor], q6_k: Q6K) -> Weights:
+def _gguf_weights(
+    file: GGUFFile, tensors: list[gguf_names.NamedTensor], q6_k: Q6K, region: Region
+) -> Weights:
     def convert(t: gguf_names.NamedTensor) -> gguf_quant.Converted:
-        order = gguf_names.row_order(t.tensor.shape[0], t.heads) if t.heads else None
-        return gguf_quant.to_mlx(file, t.tensor, order, q6_k=q6_k)
+        n = t.tensor.shape[0]
+        rows, *rest = region(t.name, t.tensor.shape)
+        columns = rest[0] if len(rest) == 1 else None
+        order = gguf_names.row_order(n, t.heads) if t.heads else np.arange(n)
+        some = order[rows.start : rows.stop] if t.heads or len(rows) < n else None
+        return gguf_quant.to_mlx(file, t.tensor, some, columns, q6_k=q6_k)
 
     weights: Weights = {}
     errors: dict[str, list[float]] = {}
     with ThreadPoolExecutor(usable_cores()) as pool:
-        converted = list(pool.map(convert, tensors))
-    for t, (value, error) in zip(tensors, converted, strict=True):
+        # What isn't converted is only copied, and its dtype set: in this thread, to which a lazy
+        # operation belongs.
+        packed = [t for t in tensors if t.tensor.type not in gguf_quant.PLAIN]
+        converted = dict(zip((t.name for t in packed), pool.map(convert, packed), strict=True))
+    for t in tensors:
+        value, error = converted.pop(t.name, None) or convert(t)
         if t.tensor.type in gguf_quant.ROUNDED:
             errors.setdefault(t.tensor.type, []).append(error)
         if t.plus_one and not isinstance(value, PackedWeight):
@@ -137,13 +178,40 @@ def _open_directory(root: Path) -> Checkpoint:
     for key in ("quantization", "quantization_config"):
         config.pop(key, None)
     size = sum(f.stat().st_size for f in files)
-    return Checkpoint(root, config, None, size, lambda: _directory_weights(files, entries, layers))
+    return Checkpoint(
+        root,
+        config,
+        None,
+        size,
+        dict(_stored(entries, layers)),
+        lambda region: _directory_weights(files, entries, layers, region),
+    )
+
+
+def _stored(
+    entries: Mapping[str, safetensors.Entry], layers: Mapping[str, mlx_quant.Quantised]
+) -> Iterator[tuple[str, Stored]]:
+    for name, entry in entries.items():
+        layer, _, part = name.rpartition(".")
+        if layer not in layers or part not in QUANTISED_PARTS:
+            floating = entry.dtype in mlx_quant.FLOATS
+            yield name, Stored(entry.shape, None, "" if floating else entry.dtype)
+        elif part == "weight":
+            how = layers[layer]
+            yield name, Stored(_stored_shape(entry, how), how.group_size)
+
+
+def _stored_shape(weight: safetensors.Entry, how: mlx_quant.Quantised) -> Shape:
+    """Of the matrix whose packed words these are."""
+    n, words = weight.shape
+    return n, words * 32 // how.bits
 
 
 def _directory_weights(
     files: list[Path],
     entries: Mapping[str, safetensors.Entry],
     layers: Mapping[str, mlx_quant.Quantised],
+    region: Region,
 ) -> Weights:
     arrays: dict[str, mx.array] = {}
     for file in files:
@@ -151,6 +219,11 @@ def _directory_weights(
     for name, entry in entries.items():
         if name not in arrays or arrays[name].shape != entry.shape:
             raise damaged(entry.path, f"tensor {show(name)} changed while the model was loaded")
+    parts = dict(_cut(entries, layers, region))
+    with ThreadPoolExecutor(usable_cores()) as pool:
+        read = pool.map(lambda name: safetensors.read(entries[name], *parts[name]), parts)
+        for name, bits in zip(parts, read, strict=True):
+            arrays[name] = entries[name].array(bits)
     weights: Weights = {}
     for layer, how in layers.items():
         weights[f"{layer}.weight"] = PackedWeight(
@@ -162,3 +235,22 @@ def _directory_weights(
             how.mode,
         )
     return weights | arrays
+
+
+def _cut(
+    entries: Mapping[str, safetensors.Entry],
+    layers: Mapping[str, mlx_quant.Quantised],
+    region: Region,
+) -> Iterator[tuple[str, tuple[range, ...]]]:
+    """The tensors in the files of which only a part is wanted, and which."""
+    for name, entry in entries.items():
+        layer, _, part = name.rpartition(".")
+        if layer not in layers or part not in QUANTISED_PARTS:
+            wanted = region(name, entry.shape)
+        else:
+            how, weight = layers[layer], entries[f"{layer}.weight"]
+            rows, columns = region(f"{layer}.weight", _stored_shape(weight, how))
+            words, groups = column_ranges(columns, how.bits, how.group_size)
+            wanted = rows, (words if part == "weight" else groups)
+        if any(len(some) < n for some, n in zip(wanted, entry.shape, strict=True)):
+            yield name, wanted

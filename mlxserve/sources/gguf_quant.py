@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxserve.errors import ModelError
-from mlxserve.kernels.quantized import PackedWeight
+from mlxserve.kernels.quantized import PackedWeight, column_ranges
 from mlxserve.report import damaged, show, unsupported
 from mlxserve.sources import gguf_kquants
 from mlxserve.sources.gguf import GGUFFile, GGUFTensor
@@ -62,47 +62,71 @@ def check_tensor(file: GGUFFile, tensor: GGUFTensor) -> None:
         raise damaged(file.path, f"tensor {show(tensor.name)} has shape {tensor.shape}")
 
 
-def to_mlx(
-    file: GGUFFile, tensor: GGUFTensor, rows: np.ndarray | None = None, *, q6_k: Q6K = "8bit"
-) -> Converted:
-    """The tensor in its own precision.
+def group_size(kind: str, q6_k: Q6K) -> int | None:
+    """How many numbers of a tensor of this type share a scale in MLX; None where it is dense."""
+    return None if kind in PLAIN or (kind in ROUNDED and q6_k == "16bit") else GROUP
 
-    rows: `[N]` integers; row i of the result is row rows[i] of the file (rows are independent, so a
-    quantised matrix is reordered without loss). F32, F16 and BF16 become arrays of `tensor.shape`;
-    quantised types a PackedWeight whose float32 values equal the file's: scales and biases are
-    float16, or float32 for K types. Q2_K, Q3_K and Q6_K differ: they become the nearest 8-bit
-    PackedWeight, or with q6_k="16bit" a float16 array. Raises ModelError for another type, or for
-    scales that are not finite.
+
+def to_mlx(
+    file: GGUFFile,
+    tensor: GGUFTensor,
+    rows: np.ndarray | None = None,
+    columns: range | None = None,
+    *,
+    q6_k: Q6K = "8bit",
+) -> Converted:
+    """The tensor, or a part of it, in its own precision.
+
+    rows: `[n]` integers; row i of the result is row rows[i] of the file (rows are independent, so a
+    quantised matrix is reordered without loss), and no others are read. columns: of a matrix, in
+    whole groups where it is quantised. F32, F16 and BF16 become arrays; quantised types a
+    PackedWeight whose float32 values equal the file's: scales and biases are float16, or float32
+    for K types. Q2_K, Q3_K and Q6_K differ: they become the nearest 8-bit PackedWeight, or with
+    q6_k="16bit" a float16 array. Raises ModelError for another type, or for scales that are not
+    finite.
     """
     check_tensor(file, tensor)
     raw = file.raw(tensor).reshape(tensor.shape[0], -1)
-    if tensor.type not in PLAIN and not (tensor.type in ROUNDED and q6_k == "16bit"):
-        return _packed(file, tensor, raw, rows)
+    if group_size(tensor.type, q6_k) is not None:
+        return _packed(file, tensor, raw, rows, columns or range(tensor.shape[1]))
     if rows is not None:
         raw = raw[rows]
     match tensor.type:
         case "F32":
-            return Converted(mx.array(raw.view("<f4").reshape(tensor.shape)))
+            values = raw.view("<f4")
         case "F16":
-            return Converted(mx.array(raw.view("<f2").reshape(tensor.shape)))
+            values = raw.view("<f2")
         case "BF16":
-            words = mx.array(raw.view("<u2").reshape(tensor.shape))
-            return Converted(words.view(mx.bfloat16))
+            values = raw.view("<u2")
         case _:
-            return _float16(file, tensor, raw)
+            values, error = _float16(file, tensor, raw)
+            return Converted(mx.array(_columns(values, columns)), error)
+    values = _columns(values.reshape(-1, *tensor.shape[1:]), columns)
+    array = mx.array(values)
+    return Converted(array.view(mx.bfloat16) if tensor.type == "BF16" else array)
+
+
+def _columns(values: np.ndarray, columns: range | None) -> np.ndarray:
+    return values if columns is None else values[:, columns.start : columns.stop]
 
 
 def _packed(
-    file: GGUFFile, tensor: GGUFTensor, raw: np.ndarray, rows: np.ndarray | None
+    file: GGUFFile, tensor: GGUFTensor, raw: np.ndarray, rows: np.ndarray | None, columns: range
 ) -> Converted:
     convert = _QUANTISED[tensor.type]
+    n = len(raw) if rows is None else len(rows)
     whole: list[np.ndarray] = []
     bits, error = 0, 0.0
     with np.errstate(over="ignore", invalid="ignore"):  # what overflows is found below
         for start, chunk in _chunks(raw, rows):
             part = convert(chunk)
-            arrays = (part.words, part.scales, part.biases)
-            whole = whole or [np.empty((len(raw), a.shape[1]), a.dtype) for a in arrays]
+            words, groups = column_ranges(columns, part.bits, GROUP)
+            arrays = (
+                _columns(part.words, words),
+                _columns(part.scales, groups),
+                _columns(part.biases, groups),
+            )
+            whole = whole or [np.empty((n, a.shape[1]), a.dtype) for a in arrays]
             for target, source in zip(whole, arrays, strict=True):
                 target[start : start + len(chunk)] = source
             bits, error = part.bits, max(error, part.error)
@@ -113,8 +137,8 @@ def _packed(
     return Converted(packed, error)
 
 
-def _float16(file: GGUFFile, tensor: GGUFTensor, raw: np.ndarray) -> Converted:
-    values, error = np.empty(tensor.shape, np.float16), 0.0
+def _float16(file: GGUFFile, tensor: GGUFTensor, raw: np.ndarray) -> tuple[np.ndarray, float]:
+    values, error = np.empty((len(raw), tensor.shape[1]), np.float16), 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for start, chunk in _chunks(raw, None):
             exact = ROUNDED[tensor.type](chunk)
@@ -125,7 +149,7 @@ def _float16(file: GGUFFile, tensor: GGUFTensor, raw: np.ndarray) -> Converted:
             error = max(error, float((off / spread).max()))
     if not np.isfinite(values).all():
         raise _not_finite(file, tensor)
-    return Converted(mx.array(values), error)
+    return values, error
 
 
 def dense(file: GGUFFile, tensor: GGUFTensor, rows: np.ndarray | slice) -> np.ndarray:
@@ -163,7 +187,7 @@ def _unpacked(kind: str, raw: np.ndarray) -> np.ndarray:
 def _chunks(raw: np.ndarray, rows: np.ndarray | None) -> Iterator[tuple[int, np.ndarray]]:
     """Some rows of `[N, bytes]` at a time, in the order of `rows`, and where they begin."""
     step = max(1, CHUNK_BYTES // raw.shape[1])
-    for start in range(0, len(raw), step):
+    for start in range(0, len(raw) if rows is None else len(rows), step):
         some = slice(start, start + step)
         yield start, raw[some] if rows is None else raw[rows[some]]
 

@@ -6,31 +6,33 @@ from names to dtype, shape and byte range, then the data, without gaps.
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlxserve.report import damaged, show, unsupported
 
 MAX_HEADER_BYTES = 100 << 20
 MAX_DIMS = 8
 
-# Name in the header -> bytes per element, for the dtypes that MLX loads as they are.
-DTYPES: dict[str, int] = {
-    "BOOL": 1,
-    "U8": 1,
-    "I8": 1,
-    "U16": 2,
-    "I16": 2,
-    "F16": 2,
-    "BF16": 2,
-    "U32": 4,
-    "I32": 4,
-    "F32": 4,
-    "U64": 8,
-    "I64": 8,
+# Name in the header -> MLX's, for the dtypes that MLX loads as they are.
+DTYPES: dict[str, mx.Dtype] = {
+    "BOOL": mx.bool_,
+    "U8": mx.uint8,
+    "I8": mx.int8,
+    "U16": mx.uint16,
+    "I16": mx.int16,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "I32": mx.int32,
+    "F32": mx.float32,
+    "U64": mx.uint64,
+    "I64": mx.int64,
 }
 
 
@@ -45,6 +47,10 @@ class Entry:
     dtype: str
     shape: tuple[int, ...]
     offset: int
+
+    def array(self, bits: np.ndarray) -> mx.array:
+        """What `read` gave, in the tensor's own dtype."""
+        return mx.array(bits).view(DTYPES[self.dtype])
 
 
 def read_header(path: Path) -> dict[str, Entry]:
@@ -95,6 +101,50 @@ def load(path: Path) -> dict[str, mx.array]:
     return loaded
 
 
+def read(entry: Entry, rows: range, columns: range | None = None) -> np.ndarray:
+    """Part of a tensor now, as unsigned integers with its numbers' bits; reads no other bytes.
+
+    rows: of the first axis. columns: of the second one of a matrix; None: all that a row has.
+    Returns `[len(rows), ...]`. Any thread. Raises ModelError where the file can't be read, or ends.
+    """
+    size = DTYPES[entry.dtype].size
+    rest = entry.shape[1:] if columns is None else (len(columns),)
+    found = np.empty((len(rows), *rest), f"<u{size}")
+    if not found.size:
+        return found
+    row_bytes = math.prod(entry.shape[1:]) * size
+    first = entry.offset + rows.start * row_bytes
+    if columns is None or len(columns) == entry.shape[1]:
+        runs = iter([(first, found.reshape(-1).view(np.uint8).data)])
+    else:
+        starts = range(first + columns.start * size, first + len(rows) * row_bytes, row_bytes)
+        runs = zip(starts, (row.data for row in found.view(np.uint8)), strict=True)
+    _fill(entry.path, runs)
+    return found
+
+
+def read_into(buffer: memoryview, entry: Entry, rows: range) -> int:
+    """The same of whole rows, to the buffer's start. Returns how many bytes they are."""
+    row_bytes = math.prod(entry.shape[1:]) * DTYPES[entry.dtype].size
+    nbytes = len(rows) * row_bytes
+    _fill(entry.path, iter([(entry.offset + rows.start * row_bytes, buffer[:nbytes])]))
+    return nbytes
+
+
+def _fill(path: Path, runs: Iterator[tuple[int, memoryview]]) -> None:
+    """Read each run of bytes, from where it begins in the file, into its place."""
+    try:
+        with path.open("rb", buffering=0) as f:
+            for start, target in runs:
+                f.seek(start)
+                while target:
+                    if not (n := f.readinto(target)):
+                        raise damaged(path, "it became shorter while it was read")
+                    target = target[n:]
+    except OSError as e:
+        raise unsupported(path, f"{e.strerror}; check the disk") from None
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -118,6 +168,6 @@ def _entry(path: Path, name: str, value: Any, data: int) -> tuple[Entry, int, in
             f"tensor {show(name)} has dtype {show(dtype)}; this version reads {', '.join(DTYPES)}, "
             "convert the model to BF16",
         )
-    if end - begin != math.prod(shape) * DTYPES[dtype]:
+    if end - begin != math.prod(shape) * DTYPES[dtype].size:
         raise damaged(path, f"tensor {show(name)} has {end - begin} bytes for shape {show(shape)}")
     return Entry(path, dtype, tuple(shape), data + begin), begin, end

@@ -260,3 +260,19 @@ def test_empty_tensor_is_damage(tmp_path):
     file = packed_file(tmp_path / "e.gguf", "t", np.zeros((0, 4), np.float32), Kind.F32)
     with pytest.raises(ModelError, match="shape"):
         check_tensor(file, file.tensors["t"])
+
+
+@pytest.mark.parametrize("q6_k", ["8bit", "16bit"])
+@pytest.mark.parametrize("kind", [*EXACT, *ROUNDED])
+def test_a_part_of_a_matrix_has_its_numbers(tmp_path, monkeypatch, kind, q6_k):
+    monkeypatch.setattr("mlxserve.sources.gguf_quant.CHUNK_BYTES", 1000)  # several chunks
+    raw = random_blocks(np.random.default_rng(8), kind, 12, 512, largest=2.0)
+    file = packed_file(tmp_path / "q.gguf", "t", raw, kind)
+    rows, columns = np.array([7, 1, 2, 11, 0]), range(96, 416)
+    whole, part = (
+        to_mlx(file, file.tensors["t"], *some, q6_k=q6_k).value for some in ((), (rows, columns))
+    )
+    if isinstance(whole, PackedWeight):
+        whole, part = dequantize(whole, mx.float32), dequantize(part, mx.float32)
+    want = np.array(whole)[np.ix_(rows, columns)]
+    np.testing.assert_array_equal(np.array(part), want)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import tokenizers
@@ -28,6 +29,39 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(SPECIAL)
     return tokenizer
+
+
+class Packing(NamedTuple):
+    """How `write_weights` quantises matrices, as mlx-lm would."""
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+
+
+def write_weights(
+    path: Path, tiny: Tiny, packing: Packing | None = None, dtype: mx.Dtype = mx.float32
+) -> Path:
+    """Write config and weights only. packing: of all matrices; dtype: of the rest, and of scales.
+
+    Makes and returns the directory.
+    """
+    path.mkdir()
+    config, arrays = dict(tiny.config), {}
+    for name, value in tiny.weights.items():
+        value = value.astype(dtype)
+        if packing is None or value.ndim != 2:
+            arrays[name] = value
+            continue
+        parts = mx.quantize(value, packing.group_size, packing.bits, packing.mode)
+        layer = name.removesuffix(".weight")
+        kinds = ("weight", "scales", "biases")
+        arrays |= {f"{layer}.{kind}": part for kind, part in zip(kinds, parts, strict=False)}
+    if packing is not None:
+        config["quantization"] = packing._asdict()
+    (path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(path / "model.safetensors"), arrays, {"format": "pt"})
+    return path
 
 
 THINK = [tokenizers.AddedToken(tag, special=False) for tag in ("<think>", "</think>")]

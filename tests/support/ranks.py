@@ -1,0 +1,73 @@
+"""A group of processes on this machine, over MLX's ring on loopback.
+
+Ranks that wait for each other spin, so a test starts few groups and does much in each.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CALL = "import json, sys; from {0} import {1}; {1}(*json.loads(sys.argv[1]))"
+
+
+def run(ranks: int, function: Callable[..., None], *args: Any, timeout_s: float) -> list[str]:
+    """Call a function in so many processes at once; returns what each one printed, by rank.
+
+    function: of a module that is quick to import. args: as JSON can hold them. Once one process
+    fails or time is up, all are killed: AssertionError, with what they printed.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        hosts = folder / "hosts.json"
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(ranks)]))
+        call = CALL.format(function.__module__, function.__name__)
+        processes = []
+        for rank in range(ranks):
+            env = os.environ | {
+                "MLX_RANK": str(rank),
+                "MLX_HOSTFILE": str(hosts),
+                "MLXSERVE_CPU_THREADS": "1",
+            }
+            with (folder / str(rank)).open("w") as out:
+                command = [sys.executable, "-c", call, json.dumps(args)]
+                processes.append(
+                    subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out)
+                )
+        try:
+            fault = _wait(processes, time.monotonic() + timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        printed = [(folder / str(rank)).read_text() for rank in range(ranks)]
+        assert not fault, "\n".join([fault, *printed])
+        return printed
+
+
+def _wait(processes: list[subprocess.Popen], until: float) -> str:
+    """Until all have ended well (""), or one hasn't."""
+    while time.monotonic() < until:
+        codes = [process.poll() for process in processes]
+        for rank, code in enumerate(codes):
+            if code:
+                return f"rank {rank} ended with {code}"
+        if all(code == 0 for code in codes):
+            return ""
+        time.sleep(0.05)
+    return "time is up"
+
+
+def _free_ports(n: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    return ports
