@@ -13,6 +13,8 @@ Environment:
     MLXSERVE_CPU_LEVEL: avx512vnni, avx512, avx2 or portable, for the native CPU kernels (default:
         the best).
     MLXSERVE_CPU_THREADS: threads of the native CPU kernels (default: the cores it may use).
+    MLXSERVE_RANK, MLXSERVE_RANKS, MLXSERVE_CONTROL, MLXSERVE_CONTROL_KEY, MLXSERVE_BACKEND,
+        MLXSERVE_PEER_TIMEOUT_S: set by `mlxserve launch` for the processes that it starts.
     MLXSERVE_API_KEYS: keys of the HTTP server, separated by commas; where others can't see them, as
         they can see a command line (default: none).
     HF_HUB_OFFLINE: 1 downloads nothing, from the Hub or elsewhere (default: off).
@@ -125,6 +127,45 @@ def api_keys() -> list[str]:
     """Keys of the HTTP server."""
     found = os.environ.get("MLXSERVE_API_KEYS", "").split(",")
     return [key.strip() for key in found if key.strip()]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placement:
+    """This process among those that compute one model together.
+
+    rank: its number, of `size`; backend: of `mx.distributed`; control: where rank 0 listens for the
+    others, and the key that they must know; timeout_s: how long one may be silent, start_timeout_s:
+    how long rank 0 waits for all to come.
+    """
+
+    rank: int
+    size: int
+    control: tuple[str, int]
+    key: str = field(repr=False)
+    backend: str = "ring"
+    timeout_s: float = 10.0
+    start_timeout_s: float = 120.0
+
+
+def placement() -> Placement | None:
+    """What `mlxserve launch` told this process; None for one on its own. Raises RequestError."""
+    if (rank := os.environ.get("MLXSERVE_RANK")) is None:
+        return None
+    try:
+        host, _, port = os.environ["MLXSERVE_CONTROL"].rpartition(":")
+        return Placement(
+            rank=int(rank),
+            size=int(os.environ["MLXSERVE_RANKS"]),
+            control=(host, int(port)),
+            key=os.environ["MLXSERVE_CONTROL_KEY"],
+            backend=os.environ.get("MLXSERVE_BACKEND", "ring"),
+            timeout_s=float(os.environ.get("MLXSERVE_PEER_TIMEOUT_S", "10")),
+        )
+    except (KeyError, ValueError) as error:
+        raise RequestError(
+            f"MLXSERVE_RANK is {rank!r}, and beside it {error} is missing or wrong; start this "
+            "with `mlxserve launch`"
+        ) from None
 
 
 def kv_bits(value: int | str) -> tuple[int, int]:

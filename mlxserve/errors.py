@@ -50,3 +50,7 @@ class InvariantError(MlxserveError):
 
 class EngineDead(MlxserveError):  # noqa: N818 (a state, not a mistake)
     """The engine has stopped; its message says why. Load the model again."""
+
+
+class PeerLost(MlxserveError):  # noqa: N818 (an event, not a mistake)
+    """Another process that computes a part of the model is gone; none can go on without it."""

@@ -5,7 +5,6 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Self, overload
@@ -17,19 +16,15 @@ from mlxserve.cache import file as cache_file
 from mlxserve.cache import transfer
 from mlxserve.checks import checked_integer, from_names
 from mlxserve.config import EngineConfig
-from mlxserve.engine.cache_plan import cache_uses
+from mlxserve.distributed.leader import lead
 from mlxserve.engine.core import EngineStats, TokenSink
 from mlxserve.engine.engine import Engine
-from mlxserve.engine.footprint import loaded_bytes
 from mlxserve.errors import ModelError, RequestError
-from mlxserve.kernels import matmul
-from mlxserve.memory import check_weights, device_limit_bytes
-from mlxserve.models.load import load_model
+from mlxserve.opening import open_model
 from mlxserve.report import show_json
 from mlxserve.sources import fingerprint
-from mlxserve.sources.checkpoint import Checkpoint, open_checkpoint
+from mlxserve.sources.checkpoint import Checkpoint
 from mlxserve.sources.gguf_quant import Q6K
-from mlxserve.sources.resolve import resolve
 from mlxserve.text.stream import TextStream
 from mlxserve.text.tokenizer import Tokenizer
 from mlxserve.types import (
@@ -61,36 +56,20 @@ class LLM:
         gguf_q6_k: Q6K = "8bit",
         **options: Any,
     ) -> None:
-        if not isinstance(model, str | PathLike):
-            raise ModelError(f"a model is {model!r}; give a name or a path")
         config = from_names(EngineConfig, "engine option", options)
-        path = resolve(model if isinstance(model, str) else Path(model), on_progress)
-        checkpoint = open_checkpoint(path, gguf_q6_k=gguf_q6_k)
-        check_weights(
-            loaded_bytes(
-                checkpoint.config,
-                checkpoint.size_bytes,
-                form=matmul.form(),
-                elements=checkpoint.elements,
-            ),
-            config.memory_limit_bytes or device_limit_bytes(),
-        )
-        self.path = path
-        self.tokenizer = tokenizer_of(checkpoint)
+        opened = open_model(model, config, on_progress=on_progress, gguf_q6_k=gguf_q6_k)
+        self.path = opened.path
+        self.tokenizer = tokenizer_of(opened.checkpoint)
         if on_progress is not None:
             on_progress("load", 0, None)
+        leader, shard = lead(opened)
         cancelled = threading.Event()
         self._engine = Engine(
-            lambda: load_model(
-                checkpoint.config,
-                checkpoint.weights(),
-                uses=partial(cache_uses, config=config),
-                deterministic=config.deterministic,
-                cancelled=cancelled.is_set,
-            ),
+            lambda: opened.load(shard, cancelled.is_set),
             config,
             tokenizer=self.tokenizer,
             cancelled=cancelled,
+            peers=leader,
         )
         self._finalizer = weakref.finalize(self, self._engine.close)
         self._ids = itertools.count()
@@ -99,7 +78,8 @@ class LLM:
             self.close()
             raise ModelError(
                 f"the tokenizer has {self.tokenizer.vocab_size} tokens and the model's embedding "
-                f"{self._engine.info.vocab_size}; the files of {path} belong to different models"
+                f"{self._engine.info.vocab_size}; the files of {self.path} belong to different "
+                "models"
             )
 
     @property
@@ -260,6 +240,8 @@ class LLM:
     def _check_prefix_cache(self) -> None:
         if not self._engine.config.prefix_cache:
             raise RequestError("prefix_cache is off, and saved prompts need it; leave it on")
+        if self._engine.peers.count:
+            raise RequestError("saved prompts aren't supported over several ranks; leave them out")
 
     def _fingerprint(self) -> dict[str, str]:
         """What a saved cache depends on."""

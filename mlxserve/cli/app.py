@@ -10,7 +10,20 @@ import typer
 from typer.core import TyperCommand
 
 from mlxserve import config
-from mlxserve.cli import bench, cache, chat, convert, doctor, generate, ls, plan, pull, rm, serve
+from mlxserve.cli import (
+    bench,
+    cache,
+    chat,
+    convert,
+    doctor,
+    generate,
+    launch,
+    ls,
+    plan,
+    pull,
+    rm,
+    serve,
+)
 from mlxserve.cli.eval import evaluate
 from mlxserve.errors import MlxserveError
 
@@ -44,6 +57,7 @@ app = typer.Typer(
 app.command(cls=_Command, epilog=generate.EPILOG)(generate.generate)
 app.command(cls=_Command, epilog=chat.EPILOG)(chat.chat)
 app.command(cls=_Command, epilog=serve.EPILOG)(serve.serve)
+app.command(cls=_Command, epilog=launch.EPILOG)(launch.launch)
 app.command("eval", cls=_Command)(evaluate)
 app.command(cls=_Command, epilog=plan.EPILOG)(plan.plan)
 app.command(cls=_Command, epilog=pull.EPILOG)(pull.pull)

@@ -43,12 +43,13 @@ def generate(
     and everything else to stderr.
     """
     terminal.end_on_broken_pipe()
-    system = options.check_system(system, raw=raw)
-    prompt = _read_prompt(prompt, raw=raw)
-    model = terminal.check_text("--model", model)
-    saved = options.saved_prompt(prompt_cache)
-
     from mlxserve.cli import models
+
+    system = options.check_system(system, raw=raw)
+    model = terminal.check_text("--model", model)
+    models.follow_if_told(model, engine)
+    prompt = _read_prompt(prompt, raw=raw)
+    saved = options.saved_prompt(prompt_cache)
 
     with models.load(model, engine, quiet=quiet, saved=saved) as llm:
         answer = _Answer(llm, models.as_prompt(llm, model, prompt, system, raw=raw))

@@ -1,11 +1,13 @@
 """What the commands that take a model share: nothing large is downloaded before somebody agreed."""
 
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from mlxserve import config
 from mlxserve.cli import terminal
 from mlxserve.errors import ModelError, RequestError
 from mlxserve.report import count_bytes
@@ -50,6 +52,23 @@ def load(
     if saved is not None:
         llm.load_cache(saved)
     return llm
+
+
+def follow_if_told(model: str, engine: dict[str, Any]) -> None:
+    """In a process that `launch` started beside the first: compute for that one, and end."""
+    placement = config.placement()
+    if placement is None or placement.rank == 0:
+        return
+    from mlxserve.checks import from_names
+    from mlxserve.distributed.follower import follow
+    from mlxserve.opening import open_model
+
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    options = dict(engine)
+    q6_k = options.pop("gguf_q6_k", "8bit")
+    settings = from_names(config.EngineConfig, "engine option", options)
+    follow(placement, open_model(ready(model), settings, gguf_q6_k=q6_k))
+    raise typer.Exit
 
 
 def download(

@@ -208,24 +208,22 @@ def _serve(
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for noisy in ("uvicorn", "asyncio"):  # they warn of clients that hang up, or send rubbish
         logging.getLogger(noisy).setLevel(logging.ERROR)
-    with run.bind(settings) as at:
-        from mlxserve.cli import models
+    from mlxserve.cli import models
 
-        with models.load(name, engine, quiet=quiet) as llm:
-            if saved is not None:
-                for tenant in tenant_names(settings.api_keys):  # none shares with another
-                    llm.load_cache(saved, tenant=tenant)
+    models.follow_if_told(name, engine)
+    with run.bind(settings) as at, models.load(name, engine, quiet=quiet) as llm:
+        if saved is not None:
+            for tenant in tenant_names(settings.api_keys):  # none shares with another
+                llm.load_cache(saved, tenant=tenant)
 
-            def on_ready(url: str) -> None:
-                if not quiet:
-                    terminal.note(_facts(llm, settings, engine))
-                    if not (settings.local or settings.api_keys):
-                        terminal.note(
-                            "other machines may ask without a key; --api-key asks for one"
-                        )
-                    terminal.note(f"{settings.names[0]} at {url}/v1; Ctrl-C ends the server")
+        def on_ready(url: str) -> None:
+            if not quiet:
+                terminal.note(_facts(llm, settings, engine))
+                if not (settings.local or settings.api_keys):
+                    terminal.note("other machines may ask without a key; --api-key asks for one")
+                terminal.note(f"{settings.names[0]} at {url}/v1; Ctrl-C ends the server")
 
-            return run.serve(llm, settings, at, on_ready)
+        return run.serve(llm, settings, at, on_ready)
 
 
 def _facts(llm: "LLM", settings: ServerConfig, engine: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ from mlxserve.memory import (
     device_limit_bytes,
     plan_cache,
 )
+from mlxserve.models.activations import step_shape
 from mlxserve.models.base import Model
 from mlxserve.models.uses import attention_uses
 
@@ -128,6 +129,23 @@ def plan_pages(
         context_tokens=context_tokens,
         page_tokens=groups[0].page_tokens,
     )
+
+
+def plan_of(
+    model: Model, config: EngineConfig, page_tokens: int = PAGE_TOKENS
+) -> tuple[list[LayerGroup], mx.Dtype, CachePlan]:
+    """A loaded model's cache: its groups, the dtype of what isn't packed, how far it may grow."""
+    groups = cache_groups(model.layer_specs(), config, page_tokens)
+    dtype = cache_dtype(model.dtype, config)
+    plan = plan_pages(
+        groups,
+        step_shape(model, model.dtype),
+        config,
+        itemsize=dtype.size,
+        context_tokens=model.context_tokens,
+        free_bytes=free_bytes(config),
+    )
+    return groups, dtype, plan
 
 
 def free_bytes(config: EngineConfig) -> int:

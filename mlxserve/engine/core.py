@@ -18,13 +18,13 @@ from mlxserve.cache.storage import Storage
 from mlxserve.config import EngineConfig
 from mlxserve.engine import cache_plan
 from mlxserve.engine.meter import Meter
+from mlxserve.engine.peers import Alone, Peers
 from mlxserve.engine.queueing import WaitingQueue
 from mlxserve.engine.runner import InFlight, Runner
 from mlxserve.engine.scheduler import ChunkResult, Scheduler
 from mlxserve.engine.trace import Trace
 from mlxserve.errors import CapacityError, InvariantError, ModelError, RequestError
 from mlxserve.histogram import Distribution
-from mlxserve.models.activations import step_shape
 from mlxserve.models.base import Model
 from mlxserve.sequence import Sequence as Seq
 from mlxserve.text.matcher import Matcher
@@ -93,7 +93,7 @@ class Core:
     """What the engine thread does, without the thread: used by it alone, and by tests.
 
     open: requests under way, with their sinks. pool_pages: an upper bound on the pages of each
-    layer group, below what memory allows.
+    layer group, below what memory allows. peers: that compute the model with this process.
     """
 
     def __init__(
@@ -103,17 +103,11 @@ class Core:
         *,
         pool_pages: int | None = None,
         page_tokens: int = PAGE_TOKENS,
+        peers: Peers | None = None,
     ) -> None:
-        groups = cache_plan.cache_groups(model.layer_specs(), config, page_tokens)
-        dtype = cache_plan.cache_dtype(model.dtype, config)
-        plan = cache_plan.plan_pages(
-            groups,
-            step_shape(model, model.dtype),
-            config,
-            itemsize=dtype.size,
-            context_tokens=model.context_tokens,
-            free_bytes=cache_plan.free_bytes(config),
-        )
+        self.peers = peers or Alone()
+        groups, dtype, plan = cache_plan.plan_of(model, config, page_tokens)
+        plan = self.peers.agree(plan)
         pools = tuple(min(n, pool_pages or n) for n in plan.pool_pages)
         sizes: Any = {"hot_pages": plan.hot_pages, "pool_pages": pools, "slots": plan.slots}
         self.storage = Storage(groups, dtype, **sizes)
@@ -129,7 +123,7 @@ class Core:
         )
         trace = None if config.trace is None else Trace(Path(config.trace))
         self.meter = Meter(self.scheduler.pace, trace)
-        self.runner = Runner(model, self.storage)
+        self.runner = Runner(model, self.storage, self.peers)
         self.in_flight: InFlight | None = None
         self.open: dict[str, tuple[Seq, TokenSink]] = {}
         self.stats = EngineStats()
@@ -186,6 +180,8 @@ class Core:
         except InvariantError:
             raise
         except Exception as error:
+            if self.peers.count:  # they may be anywhere in the step
+                raise self.peers.cause(error) from error
             if not self.scheduler.running and self.in_flight is None:
                 raise
             logger.exception("a step failed; the requests in it end")
@@ -256,7 +252,9 @@ class Core:
         self.meter.idle()
         if self.manager.unsettled:
             self._grow()
-            self.storage.prepare(self.manager.end_plan(()))
+            plan = self.manager.end_plan(())
+            self.peers.step(plan)
+            self.storage.prepare(plan)
             mx.eval(self.storage.written())
         self.manager.begin_plan(())  # all that was planned is written
 
@@ -270,7 +268,9 @@ class Core:
         before = self.storage.nbytes
         pages = self.manager.shared.give_back(share)
         stores = (self.manager.hot, *self.manager.pools, self.manager.states)
-        self.storage.shrink(*(store.reach for store in stores))
+        needed = [store.reach for store in stores]
+        self.peers.resize(needed, shrink=True)
+        self.storage.shrink(*needed)
         mx.clear_cache()
         self._count(0, steps=0)
         return pages, before - self.storage.nbytes
@@ -283,6 +283,7 @@ class Core:
         needed.append(min(self.manager.states.used + 2 * rows, self.manager.states.pages))
         if self.storage.short(*needed):
             self._finish()
+            self.peers.resize(needed)
             self.storage.grow(*needed)
             self.meter.idle()
 

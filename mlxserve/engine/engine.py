@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -26,8 +26,9 @@ import mlx.core as mx
 from mlxserve import device
 from mlxserve.config import EngineConfig
 from mlxserve.engine.core import Core, EngineInfo, EngineStats, TokenSink
+from mlxserve.engine.peers import Alone, Peers
 from mlxserve.engine.relief import Relief
-from mlxserve.errors import EngineDead, InvariantError, RequestError
+from mlxserve.errors import EngineDead, InvariantError, PeerLost, RequestError
 from mlxserve.models.base import Model
 from mlxserve.sequence import Sequence as Seq
 from mlxserve.text.matcher import Grammars, Matcher
@@ -61,11 +62,16 @@ class _Call:
 
 
 @dataclass(frozen=True, slots=True)
+class _Lost:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Message = _Submit | _Abort | _Call | _Stop
+_Message = _Submit | _Abort | _Call | _Lost | _Stop
 
 
 class Engine:
@@ -73,7 +79,8 @@ class Engine:
 
     load_model runs on that thread, and what it raises is raised here. tokenizer: the model's, which
     requests with a grammar need. cancelled is set once the caller no longer wants the model, for
-    load_model to look at. Methods may be called from any thread.
+    load_model to look at. peers: other processes that compute the model with this one; the engine
+    closes them. Methods may be called from any thread.
     """
 
     def __init__(
@@ -83,8 +90,11 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         cancelled: threading.Event | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.config = config
+        self.peers = peers or Alone()
+        self.peers.on_lost = lambda reason: self._inbox.put(_Lost(reason))
         self.stats = EngineStats()
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._door = threading.Lock()
@@ -214,7 +224,7 @@ class Engine:
         limits = ExitStack()
         try:
             limits.enter_context(device.wired_memory())
-            core = Core(load_model(), self.config)
+            core = Core(load_model(), self.config, peers=self.peers)
             started.put(core.info)
             self._loop(core)
         except BaseException as error:
@@ -223,6 +233,7 @@ class Engine:
                 logger.exception("the engine stops")
             traceback.clear_frames(error.__traceback__)  # they hold the model
         self._shut(core.open if core is not None else {})
+        self.peers.close()
         del core
         try:
             with limits:  # they end once nothing is held any more
@@ -247,6 +258,8 @@ class Engine:
                         core.abort(request_ids)
                     case _Call(work, out):
                         _do(core, work, out)
+                    case _Lost(reason):
+                        raise PeerLost(reason)
                     case _Stop():
                         core.meter.close()
                         return
@@ -293,6 +306,7 @@ def _do(core: Core, work: Callable[[Core], Any], out: queue.SimpleQueue) -> None
 def release_thread() -> None:
     """Give the thread's memory and streams back; without it a process may abort at exit."""
     gc.collect()
-    mx.synchronize()
+    with suppress(RuntimeError):  # of a collective that failed, once more
+        mx.synchronize()
     mx.clear_cache()
     mx.clear_streams()

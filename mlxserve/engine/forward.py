@@ -6,28 +6,46 @@ cache capacity) and run with new arrays, as one operation (kernels/cpu/program.h
 """
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import numpy as np
 
 from mlxserve.cache.batch import BatchView
 from mlxserve.cache.storage import Storage
 from mlxserve.kernels import registry
 from mlxserve.models.base import Model
+from mlxserve.sequence import StepPlan
 
 logger = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 64  # shapes kept at most; each takes the memory of one step's intermediate results
 
 
-class Forward:
-    """The model over a cache. Engine thread only."""
+class Passed(NamedTuple):
+    """What `Forward.run` made.
 
-    def __init__(self, model: Model, storage: Storage) -> None:
+    hidden: of all tokens, `[T, D]`; None where all rows sample. logits: float32 `[B, V]`, of the
+    rows that do; None where none does. in_place: see `Forward.decode`.
+    """
+
+    hidden: mx.array | None
+    logits: mx.array | None
+    in_place: bool
+
+
+class Forward:
+    """The model over a cache. Engine thread only.
+
+    record: whether steps may be recorded; those of a part of a model can't be, since what goes
+    between ranks isn't computed by kernels of ours.
+    """
+
+    def __init__(self, model: Model, storage: Storage, *, record: bool = True) -> None:
         self._model = model
         self._storage = storage
         self.vocab_size = model.vocab_size
-        self._native: Any = registry.recorder()
+        self._native: Any = registry.recorder() if record else None
         # By shape: recorded once, then twice alike and so trusted.
         self._recorded: dict[tuple, Any] = {}
         self._trusted: dict[tuple, Any] = {}
@@ -39,6 +57,21 @@ class Forward:
     def logits(self, hidden: mx.array) -> mx.array:
         """float32 `[.., V]`."""
         return self._model.logits(hidden).astype(mx.float32)
+
+    def run(self, ids: mx.array, plan: StepPlan) -> "Passed":
+        """The model on a step's tokens, lazily; logits after each chunk that samples.
+
+        ids: int32 `[T]`.
+        """
+        view = BatchView(self._storage, plan)
+        if all(chunk.samples and chunk.n == 1 for chunk in plan.chunks):
+            logits, in_place = self.decode(ids, view)
+            return Passed(None, logits, in_place)
+        hidden = self.hidden(ids, view)
+        ends = np.cumsum([chunk.n for chunk in plan.chunks]) - 1
+        last = [int(end) for end, chunk in zip(ends, plan.chunks, strict=True) if chunk.samples]
+        logits = self.logits(hidden[mx.array(last)]) if last else None
+        return Passed(hidden, logits, False)
 
     def decode(self, ids: mx.array, view: BatchView) -> tuple[mx.array, bool]:
         """Rows of one token each. ids: int32 `[B]`.

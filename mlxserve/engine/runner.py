@@ -1,15 +1,15 @@
 """Turns a plan into lazy arrays, and their values back into plain results. Engine thread only."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
 import mlx.core as mx
 import numpy as np
 
-from mlxserve.cache.batch import BatchView
 from mlxserve.cache.storage import Storage
 from mlxserve.engine.forward import Forward
 from mlxserve.engine.masks import Masks
+from mlxserve.engine.peers import Peers
 from mlxserve.engine.sampling import logprobs, sample
 from mlxserve.engine.scheduler import ChunkResult
 from mlxserve.errors import MlxserveError, ModelError
@@ -37,7 +37,6 @@ class InFlight:
         self.submitted_s = 0.0
         self._forward = forward
         self._storage = storage
-        self.sampled: list[Chunk] = []
         self.constrained: list[int] = []
         self.ids: mx.array | None = None
         self._to_read: dict[int, mx.array] = {}  # hidden states, by chunk
@@ -48,32 +47,17 @@ class InFlight:
         self._logprob_rows: list[int] = []
         self._logprobs: tuple[mx.array, ...] = ()
         self._hidden: mx.array | None = None
-        self.in_place = False  # the cache is written where it lies, by what makes the logits
-        view = BatchView(storage, plan)
-        if all(chunk.samples and chunk.n == 1 for chunk in plan.chunks):
-            self.sampled = list(plan.chunks)
-            logits, self.in_place = forward.decode(ids, view)
-            self._sample(logits)
-        else:
-            self._prompt(forward.hidden(ids, view))
-
-    def _prompt(self, hidden: mx.array) -> None:
-        """A step with prompts: samples after the last token of each that is complete.
-
-        What is read of them comes later, block by block: here, all logits would exist at once.
-        """
-        last: list[int] = []
-        first = 0
-        for chunk in self.plan.chunks:
-            if chunk.samples:
-                self.sampled.append(chunk)
-                last.append(first + chunk.n - 1)
-            if rows := _rows_to_read(chunk):
-                self._to_read[id(chunk)] = hidden[first : first + rows]
-            first += chunk.n
-        if last:
-            self._sample(self._forward.logits(hidden[mx.array(last)]))
-        self._hidden = None if last or self._to_read else hidden
+        passed = forward.run(ids, plan)
+        self.in_place = passed.in_place  # the cache is written where it lies, by what makes logits
+        self.sampled = [chunk for chunk in plan.chunks if chunk.samples]
+        # Logits of what is read come later, block by block: here, all would exist at once.
+        if passed.hidden is not None:
+            for chunk, first, rows in _to_read(plan):
+                self._to_read[id(chunk)] = passed.hidden[first : first + rows]
+        if passed.logits is not None:
+            self._sample(passed.logits)
+        elif not self._to_read:
+            self._hidden = passed.hidden
 
     def _sample(self, logits: mx.array) -> None:
         best, self._finite = select.greedy(logits)
@@ -163,10 +147,8 @@ class InFlight:
     def _read_prompt(self, chunk: Chunk) -> ChunkResult:
         """What is asked of a prompt, block by block: logits over a large vocabulary are large."""
         hidden, request = self._to_read[id(chunk)], chunk.seq.request
-        rows = rows_read_at_once(self._forward.vocab_size, request.prompt_logprobs or 0)
-        blocks = (
-            self._forward.logits(hidden[i : i + rows]) for i in range(0, hidden.shape[0], rows)
-        )
+        cuts = _blocks(chunk, hidden.shape[0], self._forward.vocab_size)
+        blocks = (self._forward.logits(hidden[i : i + rows]) for i, rows in cuts)
         top = request.prompt_logprobs
         if top is None:
             logits = np.concatenate([np.array(block) for block in blocks])
@@ -188,21 +170,51 @@ class InFlight:
 class Runner:
     """The model and its storage."""
 
-    def __init__(self, model: Model, storage: Storage) -> None:
+    def __init__(self, model: Model, storage: Storage, peers: Peers) -> None:
         self.storage = storage
-        self._forward = Forward(model, storage)
+        self._peers = peers
+        self._forward = Forward(model, storage, record=not peers.count)
         self._masks = Masks(model.vocab_size)
 
     def build(self, plan: StepPlan, previous: InFlight | None) -> InFlight:
         """Build one step lazily on top of `previous`, whose tokens are not read yet."""
+        known = _known_ids(plan)
+        if self._peers.count:
+            self._peers.step(plan, known, self._reads(plan))
         self.storage.prepare(plan)
-        return InFlight(plan, self._forward, self.storage, _input_ids(plan, previous))
+        ids = _input_ids(plan, previous) if known is None else mx.array(known, mx.int32)
+        if known is None:
+            ids = self._peers.share(ids)
+        return InFlight(plan, self._forward, self.storage, ids)
+
+    def _reads(self, plan: StepPlan) -> list[tuple[int, int]]:
+        """(first, n) of a step's hidden states whose logits will be made, in that order."""
+        return [
+            (first + i, n)
+            for chunk, first, rows in _to_read(plan)
+            for i, n in _blocks(chunk, rows, self._forward.vocab_size)
+        ]
 
     def constrain(self, step: InFlight) -> None:
         """Draw what depends on grammars in a step under way, once all before it are committed."""
         seqs = [step.sampled[row].seq for row in step.constrained]
         mask, failures = self._masks.mask(seqs)
         step.constrain(mask, {step.constrained[i]: error for i, error in failures.items()})
+
+
+def _to_read(plan: StepPlan) -> Iterator[tuple[Chunk, int, int]]:
+    """Chunks of which something is read, each with its first row of the step, and how many."""
+    first = 0
+    for chunk in plan.chunks:
+        if rows := _rows_to_read(chunk):
+            yield chunk, first, rows
+        first += chunk.n
+
+
+def _blocks(chunk: Chunk, rows: int, vocab_size: int) -> list[tuple[int, int]]:
+    """(first, n) of so many rows whose logits are made at once."""
+    most = rows_read_at_once(vocab_size, chunk.seq.request.prompt_logprobs or 0)
+    return [(i, min(most, rows - i)) for i in range(0, rows, most)]
 
 
 def _rows_to_read(chunk: Chunk) -> int:
@@ -222,6 +234,17 @@ def _to_logprobs(ids: Seq[int], arrays: Seq[mx.array], tops: Seq[int]) -> list[L
             ids, chosen, top_ids, top_values, tops, strict=True
         )
     ]
+
+
+def _known_ids(plan: StepPlan) -> list[int] | None:
+    """The tokens of a step, or None where some aren't read yet."""
+    ids: list[int] = []
+    for chunk in plan.chunks:
+        known = chunk.seq.ids[chunk.start : chunk.start + chunk.n]
+        if len(known) < chunk.n:
+            return None
+        ids += known
+    return ids
 
 
 def _input_ids(plan: StepPlan, previous: InFlight | None) -> mx.array:

@@ -5,10 +5,7 @@ import json
 import re
 import signal
 import socket
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -16,68 +13,10 @@ import pytest
 import mlxserve
 from mlxserve.text.parsers import HARMONY, REASONING_FORMATS, TOOL_FORMATS
 from tests.cli.conftest import MLXSERVE, TIMEOUT_S
+from tests.support.processes import running
 from tests.support.serving import wait_until
 
 pytestmark = pytest.mark.full
-
-ENDLESS = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True}
-
-
-class Process:
-    """A server that was started; `lines` of its stderr come in as they are written."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        wait_until(lambda: self.url is not None or process.poll() is not None, "it listens")
-        assert self.url is not None, self.lines
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append(line.decode().rstrip("\n"))
-
-    @property
-    def url(self) -> str | None:
-        found = [re.search(r" at (http://\S+)/v1;", line) for line in self.lines]
-        return next((one[1] for one in found if one), None)
-
-    def stream(self, **body) -> contextlib.AbstractContextManager[httpx.Response]:
-        ask = {**ENDLESS, **body}
-        return httpx.stream("POST", f"{self.url}/v1/completions", json=ask, timeout=TIMEOUT_S)
-
-    def signal(self, number: int) -> None:
-        self.process.send_signal(number)
-
-    def end(self) -> int:
-        """Wait for its end; its exit code."""
-        code = self.process.wait(TIMEOUT_S)
-        self._reader.join(TIMEOUT_S)
-        return code
-
-    def refuses(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/ready", timeout=TIMEOUT_S).status_code == 503
-        except httpx.TransportError:
-            return True
-
-
-@contextlib.contextmanager
-def running(cli, command: list[str]) -> Iterator[Process]:
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=cli.env,
-    )
-    try:
-        yield Process(process)
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture
@@ -85,7 +24,7 @@ def serve(cli, tiny_model_dir):
     """Start `mlxserve serve` on the tiny model and a free port."""
 
     def start(*args: str):
-        return running(cli, [MLXSERVE, "serve", str(tiny_model_dir), "--port", "0", *args])
+        return running([MLXSERVE, "serve", str(tiny_model_dir), "--port", "0", *args], cli.env)
 
     return start
 
@@ -218,7 +157,7 @@ Core.advance = broken
 sys.argv = ["mlxserve", "serve", {str(tiny_model_dir)!r}, "--port", "0"]
 main()
 """
-    with running(cli, [sys.executable, "-c", source]) as server:
+    with running([sys.executable, "-c", source], cli.env) as server:
         with server.stream() as response:
             got = [line for line in response.iter_lines() if line.startswith("data: ")]
         assert (
@@ -244,7 +183,7 @@ Runner.build = broken
 sys.argv = ["mlxserve", "serve", {str(tiny_model_dir)!r}, "--port", "0"]
 main()
 """
-    with running(cli, [sys.executable, "-c", source]) as server:
+    with running([sys.executable, "-c", source], cli.env) as server:
         with server.stream() as response:
             got = [line for line in response.iter_lines() if line.startswith("data: ")]
         assert "the device is gone" in json.loads(got[-1][6:])["error"]["message"]

@@ -1,0 +1,222 @@
+"""Rank 0: it meets the other ranks, and tells them what to do. See `engine.peers`."""
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import mlx.core as mx
+import msgspec
+
+from mlxserve.config import Placement
+from mlxserve.config import placement as placement_here
+from mlxserve.distributed.group import Ranks
+from mlxserve.distributed.link import Link, read, write
+from mlxserve.distributed.messages import (
+    Hello,
+    Message,
+    Refusal,
+    Resize,
+    Sizes,
+    Step,
+    Welcome,
+)
+from mlxserve.errors import ModelError, PeerLost, RequestError
+from mlxserve.memory import CachePlan
+from mlxserve.models.tensor_parallel import Shard
+from mlxserve.opening import Opened
+from mlxserve.sequence import StepPlan
+
+logger = logging.getLogger(__name__)
+
+LOST_EXIT = 3
+CAUSE_S = 0.5  # for a link to show what made a collective fail
+LAST_WORDS_S = 4.0  # for the engine to end by itself, where it isn't stuck in a collective
+
+
+class Leader:
+    """See `engine.peers.Peers`. Made by `lead`.
+
+    group: for tensors; there after `meet`. links: to rank 1, 2 and so on.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.count = placement.size - 1
+        self.on_lost: Callable[[str], None] = lambda reason: None
+        self._placement = placement
+        self._links: list[Link] = []
+        self._over = threading.Event()
+        self._loss: str | None = None
+
+    def meet(self, facts: Mapping[str, str]) -> Ranks:
+        """Wait for all other ranks, and compare with them what must be the same everywhere.
+
+        Raises ModelError, here and there, for a rank that is missing, comes twice or differs.
+        """
+        arrived = _arrivals(self._placement, facts)
+        for rank, (connection, hello) in sorted(arrived.items()):
+            write(connection, Welcome())
+            peer = f"rank {rank} ({hello.host})"
+            link = Link(connection, peer, self._placement.timeout_s, self._on_loss)
+            self._links.append(link)
+        self._group = Ranks(self._placement.backend)
+        return self._group
+
+    def agree(self, plan: CachePlan) -> CachePlan:
+        plans = [plan]
+        for link in self._links:
+            match self._next(link):
+                case Sizes() as sizes:
+                    plans.append(sizes.plan())
+                case Refusal(reason):
+                    raise ModelError(f"{link.peer}: {reason}")
+                case message:
+                    raise PeerLost(f"{link.peer} said {type(message).__name__} out of turn")
+        least = CachePlan(
+            min(p.hot_pages for p in plans),
+            tuple(map(min, zip(*(p.pool_pages for p in plans), strict=True))),
+            min(p.slots for p in plans),
+        )
+        self._tell(Sizes.of(least))
+        return least
+
+    def step(
+        self, plan: StepPlan, ids: list[int] | None = None, reads: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        self._tell(Step.of(plan, ids, reads))
+
+    def share(self, ids: mx.array) -> mx.array:
+        return self._group.sum(ids)  # the others have zeros
+
+    def resize(self, needed: Sequence[int], *, shrink: bool = False) -> None:
+        self._tell(Resize(list(needed), shrink))
+
+    def cause(self, error: Exception) -> Exception:
+        # The collective may fail before the link does.
+        end_s = time.monotonic() + CAUSE_S
+        while self._loss is None and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return error if self._loss is None else PeerLost(self._loss)
+
+    def close(self) -> None:
+        self._over.set()
+        for link in self._links:
+            link.close()
+
+    def _tell(self, message: Message) -> None:
+        if self._loss is not None:
+            raise PeerLost(self._loss)
+        for link in self._links:
+            link.send(message)
+
+    def _next(self, link: Link) -> Message:
+        """What a rank says next; it may be loading its model."""
+        while self._loss is None:
+            with contextlib.suppress(queue.Empty):
+                return link.received.get(timeout=0.2)
+        raise PeerLost(self._loss)
+
+    def _on_loss(self, reason: str) -> None:
+        """On a link's thread: the engine may be stuck in a collective, which never ends."""
+        if self._loss is not None:
+            return
+        self._loss = reason
+        logger.error("%s; this rank ends too", reason)
+        self.on_lost(reason)
+        if not self._over.wait(LAST_WORDS_S):
+            os._exit(LOST_EXIT)
+
+
+def lead(opened: Opened) -> tuple[Leader | None, Shard | None]:
+    """Meet the other ranks, if `mlxserve launch` started this process as the first of some.
+
+    Returns what tells them what to do, None where there are none, and the part to load. Raises
+    ModelError, RequestError and CapacityError, as the other ranks do.
+    """
+    if (placement := placement_here()) is None:
+        return None, opened.part()
+    if placement.rank:
+        raise RequestError(
+            f"this is rank {placement.rank} of {placement.size}, which only computes for rank 0; "
+            "run `mlxserve generate` or `serve` with `mlxserve launch`"
+        )
+    leader = Leader(placement)
+    try:
+        return leader, opened.part(leader.meet(opened.facts()))
+    except BaseException:
+        leader.close()
+        raise
+
+
+def _arrivals(
+    placement: Placement, facts: Mapping[str, str]
+) -> dict[int, tuple[socket.socket, Hello]]:
+    """The other ranks, by number, with their first words."""
+    host, port = placement.control
+    arrived: dict[int, tuple[socket.socket, Hello]] = {}
+    waiting: list[socket.socket] = []
+    end_s = time.monotonic() + placement.start_timeout_s
+    try:
+        with socket.create_server((host, port)) as door:
+            while len(arrived) < placement.size - 1:
+                connection, hello = _arrival(door, placement, end_s, arrived)
+                waiting.append(connection)
+                if problem := _problem(hello, placement, facts, arrived):
+                    raise ModelError(problem)
+                arrived[hello.rank] = connection, hello
+    except (ModelError, OSError) as error:
+        for connection in waiting:
+            with contextlib.suppress(OSError):
+                write(connection, Refusal(str(error)))
+            connection.close()
+        if isinstance(error, OSError):
+            raise ModelError(f"{host}:{port} can't be listened at: {error}") from None
+        raise
+    return arrived
+
+
+def _arrival(
+    door: socket.socket, placement: Placement, end_s: float, arrived: Mapping[int, object]
+) -> tuple[socket.socket, Hello]:
+    """The next one who knows the key; others are hung up on."""
+    while True:
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            missing = sorted(set(range(1, placement.size)) - arrived.keys())
+            raise ModelError(
+                f"rank {', '.join(map(str, missing))} of {placement.size} did not come within "
+                f"{placement.start_timeout_s:g} s; see what it printed"
+            )
+        door.settimeout(left_s)
+        try:
+            connection, _ = door.accept()
+        except TimeoutError:
+            continue
+        connection.settimeout(placement.timeout_s)
+        try:
+            hello = read(connection)
+        except (OSError, msgspec.DecodeError):
+            connection.close()
+            continue
+        if isinstance(hello, Hello) and hello.key == placement.key:
+            return connection, hello
+        connection.close()
+
+
+def _problem(
+    hello: Hello, placement: Placement, facts: Mapping[str, str], arrived: Mapping[int, object]
+) -> str:
+    """Why a rank can't take part, or ""."""
+    name = f"rank {hello.rank} ({hello.host})"
+    if not 1 <= hello.rank < placement.size:
+        return f"{name} is none of 1 to {placement.size - 1}"
+    if hello.rank in arrived:
+        return f"{name} came twice; is it named twice among the hosts?"
+    for fact, value in facts.items():
+        if (theirs := hello.facts.get(fact)) != value:
+            return f"{name} has {fact} {theirs}, and rank 0 has {value}; make them the same"
+    return ""

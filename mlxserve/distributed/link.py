@@ -1,0 +1,110 @@
+"""A connection between two ranks, over which each tells the other what to do, and that it lives."""
+
+import contextlib
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from mlxserve.distributed.messages import Message, Ping, Stop, decode, encode
+from mlxserve.errors import PeerLost
+
+MAX_MESSAGE_BYTES = 64 << 20
+BEATS = 4  # signs of life within the time after which one that is silent counts as lost
+_LENGTH = struct.Struct("!I")
+
+
+class Link:
+    """Messages in order, both ways. `received` has what came, without signs of life.
+
+    peer: who is at the other end, for messages. timeout_s: how long it may be silent. on_lost:
+    called once, on a thread of the link's own, with what went wrong; not after `Stop` was sent or
+    came.
+    """
+
+    def __init__(
+        self, connection: socket.socket, peer: str, timeout_s: float, on_lost: Callable[[str], None]
+    ) -> None:
+        self.peer = peer
+        self.received: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._socket = connection
+        self._timeout_s = timeout_s
+        self._on_lost = on_lost
+        self._sending = threading.Lock()
+        self._over = threading.Event()
+        connection.settimeout(timeout_s)
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, name="mlxserve-link", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Raises PeerLost where the other end is gone."""
+        try:
+            with self._sending:
+                write(self._socket, message)
+        except OSError as error:
+            self._lost(_reason(error, self._timeout_s))
+            raise PeerLost(f"{self.peer} is lost") from error
+
+    def close(self) -> None:
+        """Say that it is over, and hang up."""
+        if not self._over.is_set():
+            self._over.set()
+            with contextlib.suppress(OSError), self._sending:
+                write(self._socket, Stop())
+        self._socket.close()
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                message = read(self._socket)
+                if isinstance(message, Stop):
+                    self._over.set()
+                if not isinstance(message, Ping):
+                    self.received.put(message)
+        except (OSError, msgspec.DecodeError) as error:
+            self._lost(_reason(error, self._timeout_s))
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._timeout_s / BEATS):
+            try:
+                self.send(Ping())
+            except PeerLost:
+                return
+
+    def _lost(self, reason: str) -> None:
+        if not self._over.is_set():
+            self._over.set()
+            self._on_lost(f"{self.peer} is lost: {reason}")
+
+
+def write(connection: socket.socket, message: Message) -> None:
+    """Send one message. Raises OSError."""
+    data = encode(message)
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def read(connection: socket.socket) -> Message:
+    """Wait for one message. Raises OSError, and DecodeError for what is none."""
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if length > MAX_MESSAGE_BYTES:
+        raise OSError(f"a message of {length} bytes; at most {MAX_MESSAGE_BYTES} are taken")
+    return decode(_exactly(connection, length))
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = connection.recv(min(count - len(data), 1 << 20))
+        if not part:
+            raise ConnectionError("it closed the connection")
+        data += part
+    return bytes(data)
+
+
+def _reason(error: Exception, timeout_s: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no sign of life for {timeout_s:g} s"
+    return str(error) or type(error).__name__

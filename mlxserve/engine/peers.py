@@ -1,0 +1,84 @@
+"""Other processes that compute a part of the model, as rank 0's engine sees them.
+
+Rank 0 alone decides. It tells the others each step before it runs it itself, and all that changes
+the cache; they do the same in the same order (`distributed.follower`), or collectives would wait
+for ever.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import mlx.core as mx
+
+from mlxserve.memory import CachePlan
+from mlxserve.sequence import StepPlan
+
+
+class Peers(Protocol):
+    """count: how many there are. on_lost: set by the engine, told when one is gone, and why."""
+
+    count: int
+    on_lost: Callable[[str], None]
+
+    def agree(self, plan: CachePlan) -> CachePlan:
+        """The pages that the memory of all of them allows. Waits until their models are loaded."""
+        ...
+
+    def step(
+        self, plan: StepPlan, ids: list[int] | None = None, reads: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        """Run a step, or without chunks do its copies.
+
+        ids: of its tokens, None where they are on the device: `share` follows. reads: (first, n) of
+        hidden states whose logits are made once the step was read.
+        """
+        ...
+
+    def share(self, ids: mx.array) -> mx.array:
+        """A step's ids, int32 `[T]`, for all ranks."""
+        ...
+
+    def resize(self, needed: Sequence[int], *, shrink: bool = False) -> None:
+        """`Storage.grow`, or `shrink`."""
+        ...
+
+    def cause(self, error: Exception) -> Exception:
+        """Of a step that failed with `error`: that a peer is lost, or that error itself."""
+        ...
+
+    def close(self) -> None:
+        """It is over."""
+        ...
+
+
+class Alone:
+    """There are none."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        self.on_lost: Callable[[str], None] = _ignore
+
+    def agree(self, plan: CachePlan) -> CachePlan:
+        return plan
+
+    def step(
+        self, plan: StepPlan, ids: list[int] | None = None, reads: Sequence[tuple[int, int]] = ()
+    ) -> None:
+        pass
+
+    def share(self, ids: mx.array) -> mx.array:
+        return ids
+
+    def resize(self, needed: Sequence[int], *, shrink: bool = False) -> None:
+        pass
+
+    def cause(self, error: Exception) -> Exception:
+        return error
+
+    def close(self) -> None:
+        pass
+
+
+def _ignore(reason: str) -> None:
+    pass

@@ -1,0 +1,158 @@
+"""`mlxserve launch`: a model over several processes, asked over HTTP by eight at once."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.model_dir import write_model_dir
+from tests.support.processes import TIMEOUT_S, running
+from tests.support.tiny import tiny_gemma3, tiny_llama, tiny_qwen3
+
+pytestmark = pytest.mark.full
+
+PROGRAM = [sys.executable, "-m", "mlxserve"]
+LAUNCH = [*PROGRAM, "launch", "-n"]
+SIZES = {"vocab_size": 260, "max_position_embeddings": 2048, "eos_token_id": 256}
+MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "gemma3": tiny_gemma3}
+CLIENTS = 8
+CLOSE = 1e-4  # of log-probabilities
+
+
+@pytest.fixture(scope="module")
+def env(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    return os.environ | {
+        "MLXSERVE_HOME": str(home), "MLXSERVE_PEER_TIMEOUT_S": "3", "MLXSERVE_CPU_THREADS": "1",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Their directories, by name."""
+    made = {}
+    for name, tiny in MODELS.items():
+        path = tmp_path_factory.mktemp(name)
+        made[name] = write_model_dir(path, tiny(**SIZES))
+    return made
+
+
+def body(client):
+    """What a client asks: prompts of unequal lengths, three of which begin alike."""
+    text = ("All begins so. " * 9 if client < 3 else "") + "abcdefgh"[client] * (7 * client + 1)
+    return {"prompt": text, "max_tokens": 12 + client, "temperature": 0, "logprobs": 1,
+            "ignore_eos": True}  # fmt: skip
+
+
+def ask(url, client):
+    answer = httpx.post(f"{url}/v1/completions", json=body(client), timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    return choice["text"], choice["logprobs"]["token_logprobs"]
+
+
+def ask_all(url):
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return list(pool.map(lambda client: ask(url, client), range(CLIENTS)))
+
+
+def serving(model, *, ranks, env, args=()):
+    start = [*LAUNCH, str(ranks), "--"] if ranks else PROGRAM
+    return running([*start, "serve", str(model), "--port", "0", *args], env)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_one_process(models, env, name):
+    with serving(models[name], ranks=0, env=env) as alone:
+        expected = ask_all(alone.url)
+    with serving(models[name], ranks=2, env=env) as server:
+        got = ask_all(server.url)
+        for (text, logprobs), (right, theirs) in zip(got, expected, strict=True):
+            assert text == right
+            assert logprobs == pytest.approx(theirs, abs=CLOSE)
+        # Alone as in the batch, to the last bit; the prompts are in the cache by now.
+        for client in (2, 7):
+            assert ask(server.url, client) == got[client]
+        server.signal(signal.SIGTERM)
+        assert server.end() == 0
+        assert not [line for line in server.lines if "rank 1" in line]
+
+
+def ranks_of(process):
+    """Process ids of the ranks that a launcher started, by number."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == process.pid:
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                rank = next(v for v in variables if v.startswith(b"MLXSERVE_RANK="))
+                found[int(rank.partition(b"=")[2])] = int(entry.name)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux, for /proc")
+@pytest.mark.parametrize(("number", "rank", "idle", "within_s"), [
+    (signal.SIGKILL, 1, False, 5), (signal.SIGKILL, 1, True, 5), (signal.SIGKILL, 0, False, 5),
+    (signal.SIGSTOP, 1, False, 12),
+], ids=["killed", "killed while idle", "rank 0 killed", "stopped"])  # fmt: skip
+def test_when_one_rank_is_gone_all_end_and_say_who(models, env, number, rank, idle, within_s):
+    """Within five seconds, or after three more where one is silent; nobody waits for ever."""
+    with serving(models["llama"], ranks=2, env=env) as server:
+        processes = ranks_of(server.process)
+        assert set(processes) == {0, 1}
+        with contextlib.ExitStack() as stack:
+            if not idle:
+                answer = stack.enter_context(server.stream(max_tokens=1900))
+                lines = answer.iter_lines()
+                next(lines)
+            begin_s = time.monotonic()
+            os.kill(processes[rank], number)
+            code = server.end()
+            assert time.monotonic() - begin_s < within_s
+            assert code != 0
+            if not idle:
+                with contextlib.suppress(httpx.TransportError):
+                    list(lines)
+        named = f"rank {rank} " if rank else "rank 0 is lost"
+        assert any(named in line for line in server.lines), server.lines
+        assert not any(Path(f"/proc/{pid}").exists() for pid in processes.values())
+
+
+@pytest.mark.parametrize(("args", "message"), [
+    (["launch", "-n", "0", "--", "serve"], "0 ranks; give a number from 1 to 16"),
+    (["launch", "-n", "2", "--", "chat"], "launch runs serve or generate, not chat"),
+    (["launch", "-n", "x", "--", "serve"], "'x'"),
+])  # fmt: skip
+def test_what_cannot_be_launched_is_refused(env, args, message):
+    done = subprocess.run([*PROGRAM, *args], env=env, capture_output=True, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert message in done.stderr.decode()
+
+
+def test_a_model_that_is_not_there_ends_all_ranks(env, tmp_path):
+    command = [*LAUNCH, "2", "--", "generate", "--model", str(tmp_path / "none"), "-p", "x"]
+    done = subprocess.run(command, env=env, capture_output=True, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert "none" in done.stderr.decode()
+
+
+def test_saved_prompts_are_refused_by_name(models, env, tmp_path):
+    saved, text = tmp_path / "saved.safetensors", tmp_path / "text"
+    model = str(models["llama"])
+    text.write_text("x" * 200)
+    build = [*PROGRAM, "cache", "build", "--model", model, "--prompt-file", str(text)]
+    build += ["--out", str(saved)]
+    made = subprocess.run(build, env=env, capture_output=True, timeout=TIMEOUT_S)
+    assert made.returncode == 0, made.stderr
+    command = [*LAUNCH, "2", "--", "generate", "--model", model, "-p", "x", "--prompt-cache"]
+    done = subprocess.run([*command, str(saved)], env=env, capture_output=True, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert "saved prompts aren't supported over several ranks" in done.stderr.decode()
