@@ -135,7 +135,8 @@ class Placement:
 
     rank: its number, of `size`; backend: of `mx.distributed`; control: where rank 0 listens for the
     others, and the key that they must know; timeout_s: how long one may be silent, start_timeout_s:
-    how long rank 0 waits for all to come.
+    how long rank 0 waits for all to come; fetch_timeout_s: how long they wait for it to listen,
+    which it does once the model is here.
     """
 
     rank: int
@@ -145,6 +146,7 @@ class Placement:
     backend: str = "ring"
     timeout_s: float = 10.0
     start_timeout_s: float = 120.0
+    fetch_timeout_s: float = 86_400.0
 
 
 def placement() -> Placement | None:

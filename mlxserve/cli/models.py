@@ -67,7 +67,7 @@ def follow_if_told(model: str, engine: dict[str, Any]) -> None:
     options = dict(engine)
     q6_k = options.pop("gguf_q6_k", "8bit")
     settings = from_names(config.EngineConfig, "engine option", options)
-    follow(placement, open_model(ready(model), settings, gguf_q6_k=q6_k))
+    follow(placement, lambda: open_model(ready(model), settings, gguf_q6_k=q6_k))
     raise typer.Exit
 
 

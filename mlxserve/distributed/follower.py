@@ -5,7 +5,7 @@ import os
 import queue
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
@@ -35,13 +35,16 @@ logger = logging.getLogger(__name__)
 RETRY_S = 0.1  # between two tries to reach rank 0
 
 
-def follow(placement: Placement, opened: Opened) -> None:
+def follow(placement: Placement, open_model: Callable[[], Opened]) -> None:
     """Meet the others, load this rank's part, and compute until rank 0 says that it is over.
 
-    Raises ModelError, RequestError and CapacityError where that fails at the start; later, where
-    rank 0 is lost, the process ends, since collectives would wait for it for ever.
+    open_model: called once rank 0 has found the model, and fetched it if it wasn't here. Raises
+    ModelError, RequestError and CapacityError where that fails at the start; later, where rank 0 is
+    lost, the process ends, since collectives would wait for it for ever.
     """
-    link = _meet(placement, opened.facts())
+    connection = _connect(placement)
+    opened = open_model()
+    link = _meet(placement, connection, opened.facts())
     group = Ranks(placement.backend)
     try:
         model = opened.load(opened.part(group))
@@ -116,8 +119,7 @@ class _Follower:
             self._under_way = []
 
 
-def _meet(placement: Placement, facts: Mapping[str, str]) -> Link:
-    connection = _connect(placement)
+def _meet(placement: Placement, connection: socket.socket, facts: Mapping[str, str]) -> Link:
     write(connection, Hello(placement.key, placement.rank, socket.gethostname(), dict(facts)))
     # Rank 0 waits so long itself, and then says whom it misses.
     connection.settimeout(placement.start_timeout_s + placement.timeout_s)
@@ -136,7 +138,7 @@ def _meet(placement: Placement, facts: Mapping[str, str]) -> Link:
 
 def _connect(placement: Placement) -> socket.socket:
     host, port = placement.control
-    end_s = time.monotonic() + placement.start_timeout_s
+    end_s = time.monotonic() + placement.fetch_timeout_s
     while True:
         try:
             return socket.create_connection((host, port), timeout=placement.timeout_s)

@@ -132,6 +132,7 @@ def place():
 
     def placements(size, **options):
         shared = {"control": ("127.0.0.1", port), "key": "k" * 32, "start_timeout_s": WAIT_S}
+        shared["fetch_timeout_s"] = WAIT_S
         return [Placement(rank=rank, size=size, **shared | options) for rank in range(size)]
 
     return placements
@@ -143,7 +144,8 @@ def meets(placement, facts=FACTS):
 
     def run():
         try:
-            outcome.append(follower._meet(placement, facts))
+            connection = follower._connect(placement)
+            outcome.append(follower._meet(placement, connection, facts))
         except ModelError as error:
             outcome.append(error)
 
@@ -235,9 +237,9 @@ def test_a_port_in_use_is_named(place):
 
 
 def test_rank_0_that_is_not_there_is_named(place):
-    _, second = place(2, start_timeout_s=0.3)
+    _, second = place(2, fetch_timeout_s=0.3)
     with pytest.raises(ModelError, match=r"rank 0 can't be reached at 127\.0\.0\.1:"):
-        follower._meet(second, FACTS)
+        follower._connect(second)
 
 
 def test_pages_are_those_that_all_have_memory_for(sockets):
