@@ -14,7 +14,8 @@ Environment:
         the best).
     MLXSERVE_CPU_THREADS: threads of the native CPU kernels (default: the cores it may use).
     MLXSERVE_RANK, MLXSERVE_RANKS, MLXSERVE_CONTROL, MLXSERVE_CONTROL_KEY, MLXSERVE_BACKEND,
-        MLXSERVE_PEER_TIMEOUT_S: set by `mlxserve launch` for the processes that it starts.
+        MLXSERVE_PEER_TIMEOUT_S, MLXSERVE_LISTEN_FD, MLXSERVE_READY_FD: set by `mlxserve launch` for
+        the processes that it starts.
     MLXSERVE_API_KEYS: keys of the HTTP server, separated by commas; where others can't see them, as
         they can see a command line (default: none).
     HF_HUB_OFFLINE: 1 downloads nothing, from the Hub or elsewhere (default: off).
@@ -168,6 +169,23 @@ def placement() -> Placement | None:
             f"MLXSERVE_RANK is {rank!r}, and beside it {error} is missing or wrong; start this "
             "with `mlxserve launch`"
         ) from None
+
+
+def listen_fd() -> int | None:
+    """A socket that the launcher keeps for the server, by its number in this process, or None."""
+    return _descriptor("MLXSERVE_LISTEN_FD")
+
+
+def ready_fd() -> int | None:
+    """A pipe that the launcher reads: a byte tells it that the server has begun. Or None."""
+    return _descriptor("MLXSERVE_READY_FD")
+
+
+def _descriptor(name: str) -> int | None:
+    text = os.environ.get(name)
+    if text and not text.isdecimal():
+        raise RequestError(f"{name} is {text!r}; only `mlxserve launch` sets it")
+    return int(text) if text else None
 
 
 def kv_bits(value: int | str) -> tuple[int, int]:

@@ -229,7 +229,9 @@ class Engine:
             self._loop(core)
         except BaseException as error:
             self._failure = error
-            if core is not None:
+            if isinstance(error, PeerLost):
+                logger.error("the engine stops: %s", error)
+            elif core is not None:
                 logger.exception("the engine stops")
             traceback.clear_frames(error.__traceback__)  # they hold the model
         self._shut(core.open if core is not None else {})

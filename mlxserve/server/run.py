@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import resource
 import signal
 import socket
@@ -17,6 +18,7 @@ from functools import partial
 import uvicorn
 from starlette.applications import Starlette
 
+from mlxserve import config as settings
 from mlxserve.config import ServerConfig
 from mlxserve.errors import RequestError
 from mlxserve.llm import LLM
@@ -43,9 +45,12 @@ WARM_UP_TOKENS = 4
 def bind(config: ServerConfig) -> socket.socket:
     """A socket with the server's address, before a model is loaded for it. Raises RequestError.
 
-    Nobody can connect to it yet: a probe that is refused knows more than one that waits.
+    Nobody can connect to it yet: a probe that is refused knows more than one that waits. Where
+    `mlxserve launch` keeps the address, its socket.
     """
     _allow_files(config.max_connections + SPARE_FILES)
+    if (descriptor := settings.listen_fd()) is not None:
+        return socket.socket(fileno=descriptor)
     at = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     try:
         with _address(config):
@@ -198,6 +203,7 @@ async def _serve(
             server.handle_exit(came[0], None)
         if not server.should_exit:
             on_ready(_url(at))
+            _tell_launcher()
 
     def drain() -> None:
         served.draining = True
@@ -220,6 +226,12 @@ async def _serve(
     for reason in reasons:
         logger.error("the engine has stopped: %s; the server ends", reason)
     return int(bool(reasons))
+
+
+def _tell_launcher() -> None:
+    if (descriptor := settings.ready_fd()) is not None:
+        with contextlib.suppress(OSError):  # it is gone
+            os.write(descriptor, b"!")
 
 
 def _url(at: socket.socket) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.model_dir import write_model_dir
 from tests.support.processes import TIMEOUT_S, running
+from tests.support.serving import wait_until
 from tests.support.tiny import tiny_gemma3, tiny_llama, tiny_qwen3
 
 pytestmark = pytest.mark.full
@@ -52,8 +53,12 @@ def body(client):
     return asked | drawn
 
 
+def complete(url, asked):
+    return httpx.post(f"{url}/v1/completions", json=asked, timeout=TIMEOUT_S)
+
+
 def ask(url, client):
-    answer = httpx.post(f"{url}/v1/completions", json=body(client), timeout=TIMEOUT_S)
+    answer = complete(url, body(client))
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     return choice["text"], choice["logprobs"]["token_logprobs"]
@@ -125,10 +130,13 @@ def ranks_of(process):
 @pytest.mark.skipif(sys.platform != "linux", reason="only on Linux, for /proc")
 @pytest.mark.parametrize(("number", "rank", "idle", "within_s"), [
     (signal.SIGKILL, 1, False, 5), (signal.SIGKILL, 1, True, 5), (signal.SIGKILL, 0, False, 5),
-    (signal.SIGSTOP, 1, False, 12),
+    pytest.param(signal.SIGSTOP, 1, False, 12, marks=pytest.mark.slow),
 ], ids=["killed", "killed while idle", "rank 0 killed", "stopped"])  # fmt: skip
-def test_when_one_rank_is_gone_all_end_and_say_who(models, env, number, rank, idle, within_s):
-    """Within five seconds, or after three more where one is silent; nobody waits for ever."""
+def test_when_one_rank_is_gone_all_end_and_new_ones_begin(
+    models, env, number, rank, idle, within_s
+):
+    """Within five seconds, or after three more where one is silent; requests are told when to try
+    again meanwhile, and the address is never given up."""
     with serving(models["llama"], ranks=2, env=env) as server:
         processes = ranks_of(server.process)
         assert set(processes) == {0, 1}
@@ -139,15 +147,31 @@ def test_when_one_rank_is_gone_all_end_and_say_who(models, env, number, rank, id
                 next(lines)
             begin_s = time.monotonic()
             os.kill(processes[rank], number)
-            code = server.end()
+            ended = [Path(f"/proc/{pid}") for pid in processes.values()]
+            wait_until(lambda: not any(path.exists() for path in ended), "all have ended")
             assert time.monotonic() - begin_s < within_s
-            assert code != 0
             if not idle:
                 with contextlib.suppress(httpx.TransportError):
                     list(lines)
         named = f"rank {rank} " if rank else "rank 0 is lost"
         assert any(named in line for line in server.lines), server.lines
-        assert not any(Path(f"/proc/{pid}").exists() for pid in processes.values())
+        refused = 0
+        while (answer := complete(server.url, body(0))).status_code != 200:
+            assert answer.status_code == 503
+            assert int(answer.headers["Retry-After"]) > 0
+            refused += 1
+        assert refused
+        assert ranks_of(server.process).keys() == {0, 1}
+        server.signal(signal.SIGTERM)
+        assert server.end() == 0
+
+
+def test_what_is_wrong_with_the_command_ends_it_at_once(models, env):
+    """Nothing would be better the next time."""
+    command = [*LAUNCH, "2", "--", "serve", str(models["llama"]), "--port", "0", "--kv-bits", "7"]
+    done = subprocess.run(command, env=env, capture_output=True, timeout=TIMEOUT_S)
+    assert done.returncode == 2
+    assert "kv_bits is '7'" in done.stderr.decode()
 
 
 @pytest.mark.parametrize(("args", "message"), [
