@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 import mlx.core as mx
 
+from mlxserve import device
 from mlxserve.cache.storage import Storage
 from mlxserve.config import Placement
 from mlxserve.distributed.group import Ranks
@@ -65,7 +66,8 @@ def follow(placement: Placement, open_model: Callable[[], Opened]) -> None:
         pool_pages=agreed.pool_pages,
         slots=agreed.slots,
     )
-    _Follower(model, storage, group).run(link.received)
+    with device.wired_memory():
+        _Follower(model, storage, group).run(link.received)
     link.close()
 
 

@@ -18,7 +18,7 @@ from mlxserve.cache.storage import Storage
 from mlxserve.config import EngineConfig
 from mlxserve.engine import cache_plan
 from mlxserve.engine.meter import Meter
-from mlxserve.engine.peers import Alone, Peers
+from mlxserve.engine.peers import NoPeers, Peers
 from mlxserve.engine.queueing import WaitingQueue
 from mlxserve.engine.runner import InFlight, Runner
 from mlxserve.engine.scheduler import ChunkResult, Scheduler
@@ -105,7 +105,7 @@ class Core:
         page_tokens: int = PAGE_TOKENS,
         peers: Peers | None = None,
     ) -> None:
-        self.peers = peers or Alone()
+        self.peers = peers or NoPeers()
         groups, dtype, plan = cache_plan.plan_of(model, config, page_tokens)
         plan = self.peers.agree(plan)
         pools = tuple(min(n, pool_pages or n) for n in plan.pool_pages)

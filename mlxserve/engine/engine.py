@@ -26,7 +26,7 @@ import mlx.core as mx
 from mlxserve import device
 from mlxserve.config import EngineConfig
 from mlxserve.engine.core import Core, EngineInfo, EngineStats, TokenSink
-from mlxserve.engine.peers import Alone, Peers
+from mlxserve.engine.peers import NoPeers, Peers
 from mlxserve.engine.relief import Relief
 from mlxserve.errors import EngineDead, InvariantError, PeerLost, RequestError
 from mlxserve.models.base import Model
@@ -93,7 +93,7 @@ class Engine:
         peers: Peers | None = None,
     ) -> None:
         self.config = config
-        self.peers = peers or Alone()
+        self.peers = peers or NoPeers()
         self.peers.on_lost = lambda reason: self._inbox.put(_Lost(reason))
         self.stats = EngineStats()
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()

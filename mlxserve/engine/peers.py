@@ -51,7 +51,7 @@ class Peers(Protocol):
         ...
 
 
-class Alone:
+class NoPeers:
     """There are none."""
 
     count = 0
