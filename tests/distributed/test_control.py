@@ -85,8 +85,8 @@ class Losses:
 
 def test_messages_come_in_order_and_signs_of_life_keep_a_link(sockets):
     lost = Losses()
-    links = [Link(end, f"rank {i}", 0.2, lost) for i, end in enumerate(sockets)]
-    time.sleep(0.6)
+    links = [Link(end, f"rank {i}", 1.0, lost) for i, end in enumerate(sockets)]
+    time.sleep(2.0)
     sent = [Resize([1, 2]), Sizes(8, (16,), 1), Step.of(plan(), None)]
     for message in sent:
         links[0].send(message)
@@ -197,9 +197,9 @@ def test_a_rank_that_comes_twice_ends_it_for_all(place):
 
 
 def test_one_that_is_missing_is_named_after_a_while(place):
-    first, second, _ = place(3, start_timeout_s=0.5)
+    first, second, _ = place(3, start_timeout_s=3)
     thread, outcome = meets(second)
-    with pytest.raises(ModelError, match=r"rank 2 of 3 did not come within 0\.5 s"):
+    with pytest.raises(ModelError, match="rank 2 of 3 did not come within 3 s"):
         leader._arrivals(first, FACTS)
     thread.join(WAIT_S)
     assert "rank 2 of 3" in str(outcome[0])
@@ -207,7 +207,7 @@ def test_one_that_is_missing_is_named_after_a_while(place):
 
 def test_strangers_are_hung_up_on(place):
     """One without the key, one that talks of other things, one that says nothing."""
-    first, second = place(2, timeout_s=0.3)
+    first, second = place(2, timeout_s=2)
     heard = []
 
     def strangers():
