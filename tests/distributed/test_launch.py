@@ -135,7 +135,7 @@ def ranks_of(process):
 def test_when_one_rank_is_gone_all_end_and_new_ones_begin(
     models, env, number, rank, idle, within_s
 ):
-    """Within five seconds, or after five more where one is silent, and twice that on a busy machine.
+    """Within five seconds, or five more where one is silent, and twice that on a busy machine.
     Requests are told when to try again meanwhile, and the address is never given up."""
     with serving(models["llama"], ranks=2, env=env) as server:
         processes = ranks_of(server.process)
