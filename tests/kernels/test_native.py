@@ -63,7 +63,7 @@ def test_level_and_threads_come_from_the_environment(level):
     ("MLXSERVE_CPU_THREADS", "0", "a number from 1 to 256"),
     ("MLXSERVE_CPU_THREADS", "two", "a number from 1 to 256"),
     ("MLXSERVE_KERNELS", "fast", "write reference, native, metal, or OP=reference"),
-    ("MLXSERVE_KERNELS", "norm=metal", "metal norm; only attention, matmul, append have Metal"),
+    ("MLXSERVE_KERNELS", "gated=metal", "metal gated; only attention, matmul, append, norm, rope"),
     ("MLXSERVE_KERNELS", "soup=native", "names 'soup'; the ops are attention, append, matmul"),
 ])  # fmt: skip
 def test_settings_that_make_no_sense(monkeypatch, name, value, message):

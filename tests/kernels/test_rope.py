@@ -69,12 +69,13 @@ def test_heads_are_normed_before_they_turn(dim, kernel_level):
     q, k = numbers(3, 4, dim), numbers(3, 2, dim, seed=1)
     q_norm, k_norm = numbers(dim, seed=2), numbers(dim, seed=3)
     periods = periods_of(dim)
-    for q_weight, k_weight in ((q_norm, k_norm), (q_norm, None), (None, k_norm)):
-        got = rotate(q, k, positions, periods, q_norm=q_weight, k_norm=k_weight, eps=1e-3)
-        expected = exact(q, positions, periods, norm=q_weight, eps=1e-3)
-        np.testing.assert_allclose(got[0], expected, atol=2e-5)
-        expected = exact(k, positions, periods, norm=k_weight, eps=1e-3)
-        np.testing.assert_allclose(got[1], expected, atol=2e-5)
+    got = rotate(q, k, positions, periods, q_norm=q_norm, k_norm=k_norm, eps=1e-3)
+    expected = exact(q, positions, periods, norm=q_norm, eps=1e-3)
+    np.testing.assert_allclose(got[0], expected, atol=2e-5)
+    expected = exact(k, positions, periods, norm=k_norm, eps=1e-3)
+    np.testing.assert_allclose(got[1], expected, atol=2e-5)
+    with pytest.raises(ValueError, match="q_norm and k_norm come together"):
+        rotate(q, k, positions, periods, q_norm=q_norm, eps=1e-3)
 
 
 def test_a_token_is_the_same_in_any_batch(kernel_level):
