@@ -8,7 +8,7 @@ import pytest
 from mlxserve.kernels import attention
 from tests.support.metal import KernelError
 
-EACH = 8  # one of so many is in `make test`, since each is compiled; `make test-slow` has all
+EACH = 16  # one of so many is in `make test`, since each is compiled; `make test-slow` has all
 BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\([^;]*\);")
 BOUND = re.compile(r"(?<=[\w)\]]) < (?=[\w(])")
 
