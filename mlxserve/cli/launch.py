@@ -55,17 +55,17 @@ def _serve(n: int, command: Sequence[str]) -> int:
     with run.bind(_address(command[1:])) as at:
         at.listen(run.BACKLOG)
         standby, pauses = Standby(at), waits()
+        standby.start()
         while True:
-            standby.start()
             begin_s = time.monotonic()
             ended = launch_here(n, command, at=at, on_ready=standby.stop)
             if ended.told or not ended.ready or ended.code in (0, REFUSED):
                 return ended.code
             if time.monotonic() - begin_s > STEADY_S:
                 pauses = waits()
+            standby.start()
             wait_s = next(pauses)
             terminal.note(f"the processes ended with {ended.code}; starting anew in {wait_s:g} s")
-            standby.start()
             time.sleep(wait_s)
 
 

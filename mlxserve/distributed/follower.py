@@ -13,8 +13,7 @@ from mlxserve import device
 from mlxserve.cache.storage import Storage
 from mlxserve.config import Placement
 from mlxserve.distributed.group import Ranks
-from mlxserve.distributed.leader import LOST_EXIT
-from mlxserve.distributed.link import Link, read, write
+from mlxserve.distributed.link import LOST_EXIT, Link, read, write
 from mlxserve.distributed.messages import (
     Hello,
     Message,

@@ -67,7 +67,7 @@ def launch_here(
 
 
 def _environment(count: int, folder: Path) -> dict[str, str]:
-    control, *ports = _free_ports(count + 1)
+    control, *ports = free_ports(count + 1)
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"{LOCAL}:{port}"] for port in ports]))
     env = os.environ | {
@@ -154,7 +154,7 @@ def _end(processes: Sequence[subprocess.Popen]) -> None:
         process.wait()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """That nobody listens at."""
     with contextlib.ExitStack() as stack:
         doors = [stack.enter_context(socket.create_server((LOCAL, 0))) for _ in range(count)]

@@ -15,7 +15,7 @@ import msgspec
 from mlxserve.config import Placement
 from mlxserve.config import placement as placement_here
 from mlxserve.distributed.group import Ranks
-from mlxserve.distributed.link import Link, read, write
+from mlxserve.distributed.link import LOST_EXIT, Link, read, write
 from mlxserve.distributed.messages import (
     Hello,
     Message,
@@ -33,7 +33,6 @@ from mlxserve.sequence import StepPlan
 
 logger = logging.getLogger(__name__)
 
-LOST_EXIT = 3
 CAUSE_S = 0.5  # for a link to show what made a collective fail
 LAST_WORDS_S = 4.0  # for the engine to end by itself, where it isn't stuck in a collective
 

@@ -13,6 +13,7 @@ from mlxserve.distributed.messages import Message, Ping, Stop, decode, encode
 from mlxserve.errors import PeerLost
 
 MAX_MESSAGE_BYTES = 64 << 20
+LOST_EXIT = 3  # the exit code of a rank that lost another
 BEATS = 4  # signs of life within the time after which one that is silent counts as lost
 _LENGTH = struct.Struct("!I")
 

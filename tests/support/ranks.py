@@ -5,7 +5,6 @@ Ranks that wait for each other spin, so a test starts few groups and does much i
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from mlxserve.distributed.launch import free_ports
 
 ROOT = Path(__file__).parents[2]
 CALL = "import json, sys; from {0} import {1}; {1}(*json.loads(sys.argv[1]))"
@@ -27,7 +28,7 @@ def run(ranks: int, function: Callable[..., None], *args: Any, timeout_s: float)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         hosts = folder / "hosts.json"
-        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(ranks)]))
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(ranks)]))
         call = CALL.format(function.__module__, function.__name__)
         processes = []
         for rank in range(ranks):
@@ -63,11 +64,3 @@ def _wait(processes: list[subprocess.Popen], until: float) -> str:
             return ""
         time.sleep(0.05)
     return "time is up"
-
-
-def _free_ports(n: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(n)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports

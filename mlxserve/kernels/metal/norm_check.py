@@ -1,14 +1,13 @@
 """Whether a sum and its norm in one launch serve a use, are right on this device, and are fast."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from mlxserve.kernels.metal.add_rms_norm import FOUR, MAX_WIDTH, sum_and_norm
 from mlxserve.kernels.metal.launch import Runner
-from mlxserve.kernels.metal.race import race
+from mlxserve.kernels.metal.race import chain, race
 from mlxserve.kernels.norm import reference
 from mlxserve.kernels.registry import TOLERANCE, check_close
 from mlxserve.kernels.uses import NormUse
@@ -20,8 +19,6 @@ CHECKED_ROWS = 3
 TIMED_ROWS = (1, 8, 512)
 CALLS = 16  # per measurement, each of what the one before gave
 BUDGET_S = 0.1  # for measuring both at one number of rows
-
-Sum = Callable[[mx.array, mx.array], Sequence[mx.array]]
 
 
 def unsupported(use: NormUse) -> str:
@@ -78,24 +75,16 @@ def _measure(use: NormUse, run: Runner, rows: int) -> Timing:
     inner = weight if use.inner else None
     mx.eval(weight, x)
 
-    def kernel(y: mx.array, stream: mx.array) -> Sequence[mx.array]:
+    def kernel(stream: mx.array, y: mx.array) -> Sequence[mx.array]:
         return run(sum_and_norm(y, stream, weight, EPS, inner))
 
-    def mlx(y: mx.array, stream: mx.array) -> Sequence[mx.array]:
+    def mlx(stream: mx.array, y: mx.array) -> Sequence[mx.array]:
         return reference(y, stream, weight, EPS, inner)
 
-    seconds = race(lambda: _seconds(kernel, x), lambda: _seconds(mlx, x), BUDGET_S)
+    seconds = race(
+        lambda: chain(kernel, (x, x), CALLS), lambda: chain(mlx, (x, x), CALLS), BUDGET_S
+    )
     return Timing(rows, 0, *seconds)
-
-
-def _seconds(add: Sum, x: mx.array) -> float:
-    """Of one call among several, which wait for each other as the layers of a model do."""
-    start = time.perf_counter()
-    stream = normed = x
-    for _ in range(CALLS):
-        stream, normed = add(normed, stream)
-    mx.eval(stream, normed)
-    return (time.perf_counter() - start) / CALLS
 
 
 def judge(use: NormUse, verdict: Verdict) -> tuple[bool, str]:

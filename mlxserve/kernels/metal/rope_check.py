@@ -1,13 +1,12 @@
 """Whether the rotation of queries and keys serves a use, is right on this device, and is fast."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
 
 from mlxserve.kernels.metal.launch import Runner
-from mlxserve.kernels.metal.race import race
+from mlxserve.kernels.metal.race import chain, race
 from mlxserve.kernels.metal.rotate import PAIRS, rotation
 from mlxserve.kernels.registry import TOLERANCE, check_close
 from mlxserve.kernels.rope import reference
@@ -22,8 +21,6 @@ POSITIONS = (0, 1, 63, 4097, 131_071)
 TIMED_ROWS = (1, 8, 512)
 CALLS = 16  # per measurement, each of what the one before gave
 BUDGET_S = 0.1  # for measuring both at one number of rows
-
-Turn = Callable[[mx.array, mx.array], Sequence[mx.array]]
 
 
 def unsupported(use: RopeUse) -> str:
@@ -95,17 +92,10 @@ def _measure(use: RopeUse, run: Runner, rows: int) -> Timing:
     def mlx(q: mx.array, k: mx.array) -> Sequence[mx.array]:
         return reference(q, k, *how)
 
-    seconds = race(lambda: _seconds(kernel, q, k), lambda: _seconds(mlx, q, k), BUDGET_S)
+    seconds = race(
+        lambda: chain(kernel, (q, k), CALLS), lambda: chain(mlx, (q, k), CALLS), BUDGET_S
+    )
     return Timing(rows, 0, *seconds)
-
-
-def _seconds(turn: Turn, q: mx.array, k: mx.array) -> float:
-    """Of one call among several, which wait for each other as the layers of a model do."""
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        q, k = turn(q, k)
-    mx.eval(q, k)
-    return (time.perf_counter() - start) / CALLS
 
 
 def judge(use: RopeUse, verdict: Verdict) -> tuple[bool, str]:
