@@ -59,10 +59,15 @@ class LLM:
         config = from_names(EngineConfig, "engine option", options)
         opened = open_model(model, config, on_progress=on_progress, gguf_q6_k=gguf_q6_k)
         self.path = opened.path
-        self.tokenizer = tokenizer_of(opened.checkpoint)
+        leader, shard = lead(opened)  # first: a model that doesn't fit is refused at once
+        try:
+            self.tokenizer = tokenizer_of(opened.checkpoint)
+        except BaseException:
+            if leader is not None:
+                leader.close()
+            raise
         if on_progress is not None:
             on_progress("load", 0, None)
-        leader, shard = lead(opened)
         cancelled = threading.Event()
         self._engine = Engine(
             lambda: opened.load(shard, cancelled.is_set),
