@@ -79,4 +79,6 @@ def _address(args: Sequence[str]) -> ServerConfig:
         found, _ = parser.parse_known_args(args)
     except SystemExit:
         raise RequestError("--host and --port need a value; see `mlxserve serve --help`") from None
+    except typer.BadParameter as error:
+        raise RequestError(f"--port: {error.message}; see `mlxserve serve --help`") from None
     return ServerConfig(names=("model",), host=found.host, port=found.port)
