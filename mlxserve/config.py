@@ -134,20 +134,37 @@ def api_keys() -> list[str]:
 class Placement:
     """This process among those that compute one model together.
 
-    rank: its number, of `size`; backend: of `mx.distributed`; control: where rank 0 listens for the
-    others, and the key that they must know; timeout_s: how long one may be silent, start_timeout_s:
-    how long rank 0 waits for all to come; fetch_timeout_s: how long they wait for it to listen,
-    which it does once the model is here.
+    rank: its number, of `size`; tensor: how many of these share each layer, next to each other; the
+    others have other layers, in a pipeline; backend: of `mx.distributed`; control: where rank 0
+    listens for the others, and the key that they must know; timeout_s: how long one may be silent,
+    start_timeout_s: how long rank 0 waits for all to come; fetch_timeout_s: how long they wait for
+    it to listen, which it does once the model is here.
     """
 
     rank: int
     size: int
+    tensor: int
     control: tuple[str, int]
     key: str = field(repr=False)
     backend: str = "ring"
     timeout_s: float = 10.0
     start_timeout_s: float = 120.0
     fetch_timeout_s: float = 86_400.0
+
+    def __post_init__(self) -> None:
+        if self.tensor < 1 or self.size % self.tensor:
+            raise RequestError(
+                f"{self.size} processes can't be divided into stages of {self.tensor}; "
+                "--tensor times --pipeline must be their number"
+            )
+
+    @property
+    def stages(self) -> int:
+        return self.size // self.tensor
+
+    @property
+    def stage(self) -> int:
+        return self.rank // self.tensor
 
 
 def placement() -> Placement | None:
@@ -156,9 +173,11 @@ def placement() -> Placement | None:
         return None
     try:
         host, _, port = os.environ["MLXSERVE_CONTROL"].rpartition(":")
+        size = int(os.environ["MLXSERVE_RANKS"])
         return Placement(
             rank=int(rank),
-            size=int(os.environ["MLXSERVE_RANKS"]),
+            size=size,
+            tensor=int(os.environ.get("MLXSERVE_TENSOR", size)),
             control=(host, int(port)),
             key=os.environ["MLXSERVE_CONTROL_KEY"],
             backend=os.environ.get("MLXSERVE_BACKEND", "ring"),

@@ -63,10 +63,10 @@ class StepShape:
 class GroupShape:
     """What a layer group asks for.
 
-    page_bytes: one sealed page over all its layers; hot_page_bytes: a hot one. array_bytes: one
-    page in the largest array, of a layer's keys or of its values. window_pages: pages per sequence,
-    None for all. scratch_bytes: what attention takes for a while per page that it reads, in one
-    layer; 0 where it reads pages where they lie.
+    page_bytes: one sealed page over all its layers, 0 where it has none here; hot_page_bytes: a hot
+    one. array_bytes: one page in the largest array, of a layer's keys or of its values.
+    window_pages: pages per sequence, None for all. scratch_bytes: what attention takes for a while
+    per page that it reads, in one layer; 0 where it reads pages where they lie.
     """
 
     page_bytes: int
@@ -119,8 +119,9 @@ class CacheShape:
         of what attention gathers; or, as the largest array is copied, that of the copy.
         """
         usable = (1 - SPARE_FRACTION) * free_bytes
-        scratch = max((g.scratch_bytes / g.page_bytes for g in self.groups), default=0.0)
-        growth = max((g.array_bytes / g.page_bytes for g in self.groups), default=0.0)
+        here = [group for group in self.groups if group.page_bytes]
+        scratch = max((g.scratch_bytes / g.page_bytes for g in here), default=0.0)
+        growth = max((g.array_bytes / g.page_bytes for g in here), default=0.0)
         room = min((usable - step_bytes) / (1 + scratch), usable / (1 + growth))
         return max(0, int(room))
 
@@ -228,7 +229,7 @@ def plan_cache(
 
     row_bytes = shape.nbytes(bounded(1)) - shape.nbytes(bounded(0))
     share = (room // 2 if each else room) - shape.nbytes(bounded(0))
-    rows = max(1, min(2 * max_batch, share // row_bytes)) if row_bytes else 0
+    rows = max(1, min(2 * max_batch, share // row_bytes)) if row_bytes else 2 * max_batch
     least = bounded(rows)
     spent = shape.nbytes(least)
     if spent + each > room:

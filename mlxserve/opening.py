@@ -42,23 +42,28 @@ class Opened:
             "settings": repr(self.config),
         }
 
-    def part(self, group: Group = ALONE) -> Shard | None:
-        """What this rank of a group loads; None: all of it.
+    def part(self, group: Group = ALONE, layers: range | None = None) -> Shard | None:
+        """What this rank of a group loads; None: all of it. layers: those of the group.
 
         Raises ModelError and RequestError where the model can't be divided so, and CapacityError
         where the part doesn't fit into memory.
         """
+        whole = group.size == 1 and layers is None
+        shard = None if whole else shard_checkpoint(self.checkpoint, group, layers)
+        limit = self.config.memory_limit_bytes or device_limit_bytes()
+        check_weights(self.weight_bytes(shard), limit)
+        return shard
+
+    def weight_bytes(self, shard: Shard | None = None) -> int:
+        """Of a part, or of all, once loaded."""
         checkpoint = self.checkpoint
-        shard = None if group.size == 1 else shard_checkpoint(checkpoint, group)
-        weights = loaded_bytes(
+        return loaded_bytes(
             checkpoint.config,
             checkpoint.size_bytes,
             form=matmul.form(),
             elements=checkpoint.elements,
             shard=shard,
         )
-        check_weights(weights, self.config.memory_limit_bytes or device_limit_bytes())
-        return shard
 
     def load(
         self, shard: Shard | None = None, cancelled: Callable[[], bool] = lambda: False

@@ -5,6 +5,7 @@ import os
 import queue
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
 import mlx.core as mx
@@ -12,9 +13,10 @@ import mlx.core as mx
 from mlxserve import device
 from mlxserve.cache.storage import Storage
 from mlxserve.config import Placement
-from mlxserve.distributed.group import Ranks
+from mlxserve.distributed.group import Ranks, divided
 from mlxserve.distributed.link import LOST_EXIT, Link, read, write
 from mlxserve.distributed.messages import (
+    Finish,
     Hello,
     Message,
     Refusal,
@@ -24,10 +26,12 @@ from mlxserve.distributed.messages import (
     Stop,
     Welcome,
 )
+from mlxserve.distributed.placement import Power, power
 from mlxserve.engine import cache_plan
-from mlxserve.engine.forward import Forward
+from mlxserve.engine.forward import Forward, Passed
+from mlxserve.engine.peers import Stage
 from mlxserve.errors import InvariantError, MlxserveError, ModelError
-from mlxserve.models.base import Model
+from mlxserve.models.base import Group, Model
 from mlxserve.opening import Opened
 
 logger = logging.getLogger(__name__)
@@ -44,10 +48,11 @@ def follow(placement: Placement, open_model: Callable[[], Opened]) -> None:
     """
     connection = _connect(placement)
     opened = open_model()
-    link = _meet(placement, connection, opened.facts())
-    group = Ranks(placement.backend)
+    powers = power(opened) if placement.stages > 1 else None
+    link, layers = _meet(placement, connection, opened.facts(), powers)
+    group, stage = divided(Ranks(placement.backend), placement.tensor)
     try:
-        model = opened.load(opened.part(group))
+        model = opened.load(opened.part(group, layers))
         groups, dtype, plan = cache_plan.plan_of(model, opened.config)
     except MlxserveError as error:
         link.send(Refusal(str(error)))
@@ -66,16 +71,17 @@ def follow(placement: Placement, open_model: Callable[[], Opened]) -> None:
         slots=agreed.slots,
     )
     with device.wired_memory():
-        _Follower(model, storage, group).run(link.received)
+        _Follower(model, storage, group, stage).run(link.received)
     link.close()
 
 
 class _Follower:
-    def __init__(self, model: Model, storage: Storage, group: Ranks) -> None:
-        self._forward = Forward(model, storage, record=False)
+    def __init__(self, model: Model, storage: Storage, group: Group, stage: Stage | None) -> None:
+        self._forward = Forward(model, storage, stage=stage, record=False)
         self._storage = storage
         self._group = group
         self._under_way: list[mx.array] = []
+        self._unfinished: deque[tuple[Step, Passed]] = deque()
 
     def run(self, messages: "queue.SimpleQueue[Message]") -> None:
         while True:
@@ -86,6 +92,8 @@ class _Follower:
                     self._wait()
                     self._storage.prepare(copies.plan())
                     mx.eval(self._storage.written())
+                case Finish():
+                    self._finish(*self._unfinished.popleft())
                 case Resize(needed, shrink):
                     self._wait()
                     resize = self._storage.shrink if shrink else self._storage.grow
@@ -103,13 +111,22 @@ class _Follower:
             ids = self._group.sum(mx.zeros((plan.tokens,), mx.int32))
         else:
             ids = mx.array(step.ids, mx.int32)
-        passed = self._forward.run(ids, plan)
+        passed = self._forward.run(ids, plan, read=bool(step.reads))
         self._wait()
-        self._under_way = [x for x in (passed.logits, passed.hidden) if x is not None]
-        written = [] if passed.in_place else self._storage.written()
-        mx.async_eval(*self._under_way, *written)
-        if step.reads and passed.hidden is not None:
-            self._wait()
+        self._under_way = [*(passed.ahead or _outputs(passed))]
+        mx.async_eval(*self._under_way, *self._storage.written())
+        if not passed.ahead:
+            self._read(step, passed)
+        elif passed.hidden is not None:
+            self._unfinished.append((step, passed))
+
+    def _finish(self, step: Step, passed: Passed) -> None:
+        """What comes after the last stage, here where the head is."""
+        mx.async_eval(*_outputs(passed))
+        self._read(step, passed)
+
+    def _read(self, step: Step, passed: Passed) -> None:
+        if passed.hidden is not None:
             for first, n in step.reads:
                 mx.eval(self._forward.logits(passed.hidden[first : first + n]))
 
@@ -120,8 +137,19 @@ class _Follower:
             self._under_way = []
 
 
-def _meet(placement: Placement, connection: socket.socket, facts: Mapping[str, str]) -> Link:
-    write(connection, Hello(placement.key, placement.rank, socket.gethostname(), dict(facts)))
+def _outputs(passed: Passed) -> list[mx.array]:
+    return [x for x in (passed.logits, passed.hidden) if x is not None]
+
+
+def _meet(
+    placement: Placement,
+    connection: socket.socket,
+    facts: Mapping[str, str],
+    powers: Power | None = None,
+) -> tuple[Link, range | None]:
+    """Returns the link to rank 0, and the layers that this rank is to have, None for all."""
+    host = socket.gethostname()
+    write(connection, Hello(placement.key, placement.rank, host, dict(facts), powers))
     # Rank 0 waits so long itself, and then says whom it misses.
     connection.settimeout(placement.start_timeout_s + placement.timeout_s)
     try:
@@ -129,8 +157,9 @@ def _meet(placement: Placement, connection: socket.socket, facts: Mapping[str, s
     except OSError as error:
         raise ModelError(f"rank 0 doesn't answer: {error}; see what it printed") from None
     match answer:
-        case Welcome():
-            return Link(connection, "rank 0", placement.timeout_s, _end)
+        case Welcome(layers):
+            link = Link(connection, "rank 0", placement.timeout_s, _end)
+            return link, None if layers is None else range(layers[0], sum(layers))
         case Refusal(reason):
             raise ModelError(reason)
         case _:

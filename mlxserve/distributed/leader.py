@@ -7,16 +7,17 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import mlx.core as mx
 import msgspec
 
 from mlxserve.config import Placement
 from mlxserve.config import placement as placement_here
-from mlxserve.distributed.group import Ranks
+from mlxserve.distributed.group import Pipe, Ranks, divided
 from mlxserve.distributed.link import LOST_EXIT, Link, read, write
 from mlxserve.distributed.messages import (
+    Finish,
     Hello,
     Message,
     Refusal,
@@ -25,6 +26,7 @@ from mlxserve.distributed.messages import (
     Step,
     Welcome,
 )
+from mlxserve.distributed.placement import place_stages, power
 from mlxserve.errors import ModelError, PeerLost, RequestError
 from mlxserve.memory import CachePlan
 from mlxserve.models.tensor_parallel import Shard
@@ -38,32 +40,34 @@ LAST_WORDS_S = 4.0  # for the engine to end by itself, where it isn't stuck in a
 
 
 class Leader:
-    """See `engine.peers.Peers`. Made by `lead`.
-
-    group: for tensors; there after `meet`. links: to rank 1, 2 and so on.
-    """
+    """See `engine.peers.Peers`. Made by `lead`. links: to rank 1, 2 and so on."""
 
     def __init__(self, placement: Placement) -> None:
         self.count = placement.size - 1
+        self.stages = placement.stages
+        self.stage: Pipe | None = None
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._placement = placement
         self._links: list[Link] = []
         self._over = threading.Event()
         self._loss: str | None = None
 
-    def meet(self, facts: Mapping[str, str]) -> Ranks:
+    def meet(self, opened: Opened) -> Shard | None:
         """Wait for all other ranks, and compare with them what must be the same everywhere.
 
-        Raises ModelError, here and there, for a rank that is missing, comes twice or differs.
+        Returns what this rank loads. Raises ModelError, here and there, for a rank that is missing,
+        comes twice or differs, and RequestError where layers can't be placed on them.
         """
-        arrived = _arrivals(self._placement, facts)
+        arrived = _arrivals(self._placement, opened.facts())
+        layers = _layers(self._placement, opened, arrived)
         for rank, (connection, hello) in sorted(arrived.items()):
-            write(connection, Welcome())
+            some = layers[rank]
+            write(connection, Welcome(None if some is None else (some.start, len(some))))
             peer = f"rank {rank} ({hello.host})"
             link = Link(connection, peer, self._placement.timeout_s, self._on_loss)
             self._links.append(link)
-        self._group = Ranks(self._placement.backend)
-        return self._group
+        self._group, self.stage = divided(Ranks(self._placement.backend), self._placement.tensor)
+        return opened.part(self._group, layers[0])
 
     def agree(self, plan: CachePlan) -> CachePlan:
         plans = [plan]
@@ -87,6 +91,10 @@ class Leader:
         self, plan: StepPlan, ids: list[int] | None = None, reads: Sequence[tuple[int, int]] = ()
     ) -> None:
         self._tell(Step.of(plan, ids, reads))
+
+    def finish(self) -> None:
+        for link in self._links[: self._placement.tensor - 1]:
+            link.send(Finish())
 
     def share(self, ids: mx.array) -> mx.array:
         return self._group.sum(ids)  # the others have zeros
@@ -145,7 +153,7 @@ def lead(opened: Opened) -> tuple[Leader | None, Shard | None]:
         )
     leader = Leader(placement)
     try:
-        return leader, opened.part(leader.meet(opened.facts()))
+        return leader, leader.meet(opened)
     except BaseException:
         leader.close()
         raise
@@ -168,14 +176,34 @@ def _arrivals(
                     raise ModelError(problem)
                 arrived[hello.rank] = connection, hello
     except (ModelError, OSError) as error:
-        for connection in waiting:
-            with contextlib.suppress(OSError):
-                write(connection, Refusal(str(error)))
-            connection.close()
+        _refuse(waiting, error)
         if isinstance(error, OSError):
             raise ModelError(f"{host}:{port} can't be listened at: {error}") from None
         raise
     return arrived
+
+
+def _refuse(connections: Iterable[socket.socket], error: Exception) -> None:
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            write(connection, Refusal(str(error)))
+        connection.close()
+
+
+def _layers(
+    placement: Placement, opened: Opened, arrived: Mapping[int, tuple[socket.socket, Hello]]
+) -> list[range | None]:
+    """Those of each rank, None for all. Raises RequestError, here and there."""
+    if placement.stages == 1:
+        return [None] * placement.size
+    powers = [power(opened)]
+    powers += [hello.power or powers[0] for _, (_, hello) in sorted(arrived.items())]
+    try:
+        stages = place_stages(opened, powers, placement.tensor)
+    except RequestError as error:
+        _refuse((connection for connection, _ in arrived.values()), error)
+        raise
+    return [layers for layers in stages for _ in range(placement.tensor)]
 
 
 def _arrival(

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from mlxserve.distributed.placement import Power
 from mlxserve.memory import CachePlan
 from mlxserve.sequence import Chunk, Load, Seal, StepPlan
 from mlxserve.sequence import Sequence as Seq
@@ -13,12 +14,16 @@ _NOBODY = Request(id="", prompt_ids=(0,), params=SamplingParams())
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """A rank's first words. facts: what must be alike everywhere, by name; key: the launcher's."""
+    """A rank's first words. facts: what must be alike everywhere, by name; key: the launcher's.
+
+    power: what it has, where layers are placed by that.
+    """
 
     key: str
     rank: int
     host: str
     facts: dict[str, str]
+    power: Power | None = None
 
 
 class Refusal(msgspec.Struct, tag=True, frozen=True):
@@ -28,7 +33,9 @@ class Refusal(msgspec.Struct, tag=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    """All ranks are there and alike."""
+    """All ranks are there and alike. layers: (first, n) of this one's; None: all."""
+
+    layers: tuple[int, int] | None = None
 
 
 class Sizes(msgspec.Struct, tag=True, frozen=True):
@@ -95,6 +102,10 @@ class Step(msgspec.Struct, tag=True, frozen=True):
         )
 
 
+class Finish(msgspec.Struct, tag=True, frozen=True):
+    """In a pipeline, for those that have the head: the rest of the oldest unfinished step."""
+
+
 class Resize(msgspec.Struct, tag=True, frozen=True):
     """`Storage.grow`, or `shrink`, to so many pages."""
 
@@ -110,7 +121,7 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """The group is closed; nothing went wrong."""
 
 
-Message = Hello | Refusal | Welcome | Sizes | Step | Resize | Ping | Stop
+Message = Hello | Refusal | Welcome | Sizes | Step | Finish | Resize | Ping | Stop
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode
 

@@ -1,6 +1,7 @@
 """From a model's layers, the settings and the memory there is to the shape of the cache."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 
@@ -92,7 +93,7 @@ def cache_shape(
             continue
         sides = side_bytes(group.spec, itemsize, group.bits, group.page_tokens)
         plain = page_bytes(group.spec, itemsize, page_tokens=group.page_tokens)
-        heads = max(step.heads[layer] for layer in group.layers)
+        heads = max((step.heads[layer] for layer in group.layers), default=0)
         scratch = attention.scratch_bytes(plain, group.page_tokens, group.spec.dim, heads * tokens)
         shapes.append(
             GroupShape(
@@ -134,8 +135,14 @@ def plan_pages(
 def plan_of(
     model: Model, config: EngineConfig, page_tokens: int = PAGE_TOKENS
 ) -> tuple[list[LayerGroup], mx.Dtype, CachePlan]:
-    """A loaded model's cache: its groups, the dtype of what isn't packed, how far it may grow."""
-    groups = cache_groups(model.layer_specs(), config, page_tokens)
+    """A loaded model's cache: its groups, the dtype of what isn't packed, how far it may grow.
+
+    Groups are those of the whole model, with the layers that are here: perhaps none.
+    """
+    groups = [
+        replace(group, layers=tuple(i for i in group.layers if i in model.own_layers))
+        for group in cache_groups(model.layer_specs(), config, page_tokens)
+    ]
     dtype = cache_dtype(model.dtype, config)
     plan = plan_pages(
         groups,

@@ -3,6 +3,7 @@
 import logging
 import time
 import traceback
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -120,11 +121,12 @@ class Core:
             max_queue=config.max_queue,
             target_itl_s=config.target_itl_ms and config.target_itl_ms / 1000,
             max_step_s=METAL_STEP_S if device.has_metal() else None,
+            stages=self.peers.stages,
         )
         trace = None if config.trace is None else Trace(Path(config.trace))
         self.meter = Meter(self.scheduler.pace, trace)
         self.runner = Runner(model, self.storage, self.peers)
-        self.in_flight: InFlight | None = None
+        self.in_flight: deque[InFlight] = deque()  # the oldest first
         self.open: dict[str, tuple[Seq, TokenSink]] = {}
         self.stats = EngineStats()
         context = min(model.context_tokens, self.manager.tokens_at_most())
@@ -133,7 +135,7 @@ class Core:
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or self.in_flight is not None
+        return self.scheduler.busy or bool(self.in_flight)
 
     def admit(
         self,
@@ -182,7 +184,7 @@ class Core:
         except Exception as error:
             if self.peers.count:  # they may be anywhere in the step
                 raise self.peers.cause(error) from error
-            if not self.scheduler.running and self.in_flight is None:
+            if not self.scheduler.running and not self.in_flight:
                 raise
             logger.exception("a step failed; the requests in it end")
             self._fail_running(error)
@@ -201,9 +203,14 @@ class Core:
 
         One with prompts takes long: the next isn't built before it is over, for whoever asks
         meanwhile would have to wait for that one too.
+
+        In a pipeline there are as many steps under way as it has stages, of different rows, so that
+        all stages have something to do; a step starts as soon as this one's layers are free, and
+        before what is left to do of older steps, which waits for other stages.
         """
         self.meter.begin()
-        if self.in_flight is not None and self.in_flight.plan.prompts:
+        stages = self.peers.stages
+        if stages == 1 and self.in_flight and self.in_flight[0].plan.prompts:
             self._finish()
             return
         now_s = time.perf_counter()
@@ -212,24 +219,40 @@ class Core:
         self._grow()
         plan = self.scheduler.schedule(now_s)
         self.meter.phase("schedule")
-        if plan is None and self.in_flight is None and self.scheduler.busy:
+        if plan is None and not self.in_flight and self.scheduler.busy:
             raise InvariantError("requests are waiting and none can be scheduled")
-        following = self.runner.build(plan, self.in_flight) if plan else None
+        newest = self.in_flight[-1] if self.in_flight else None
+        following = self.runner.build(plan, newest) if plan else None
         self.meter.phase("build")
-        if following is not None and following.in_place:
+        at_once = following is not None and (following.in_place or stages > 1)
+        if following is not None and at_once:
+            if stages > 1 and newest is not None:
+                newest.wait()
             self._submit(following)
-        last, self.in_flight = self.in_flight, following
+        last = self._oldest_due(following)
         results, read_s = self._read(last) if last is not None else ([], 0.0)
-        if following is not None and not following.in_place:
+        if following is not None and not at_once:
             self._submit(following)
         if last is not None:
             self._deliver_step(last, results, read_s)
-        if following is not None and following.constrained:
+        if following is not None and following.constrained and stages == 1:
             self.runner.constrain(following)
             self.meter.phase("mask")
 
+    def _oldest_due(self, following: InFlight | None) -> InFlight | None:
+        """Take in the next step. Returns the oldest under way, if it is to be read now."""
+        if following is not None:
+            self.in_flight.append(following)
+        due = following is None or len(self.in_flight) > self.peers.stages
+        return self.in_flight.popleft() if self.in_flight and due else None
+
     def _read(self, step: InFlight) -> tuple[list[ChunkResult], float]:
         """Wait for a step: its results, and when they were there."""
+        if self.peers.stages > 1:
+            self.peers.finish()
+            step.finish()
+            if step.constrained:
+                self.runner.constrain(step)
         start_s = time.perf_counter()
         results = step.read()
         read_s = self.meter.phase("wait")
@@ -288,9 +311,9 @@ class Core:
             self.meter.idle()
 
     def _finish(self) -> None:
-        """Read the step under way and deliver its tokens."""
-        if self.in_flight is not None:
-            step, self.in_flight = self.in_flight, None
+        """Read the steps under way and deliver their tokens."""
+        while self.in_flight:
+            step = self.in_flight.popleft()
             self._deliver_step(step, *self._read(step))
 
     def _deliver_step(self, step: InFlight, results: list[ChunkResult], now: float) -> None:
@@ -314,7 +337,7 @@ class Core:
 
     def _fail_running(self, error: Exception) -> None:
         """The arrays may hold a half-built step: start again from an empty cache."""
-        self.in_flight = None
+        self.in_flight.clear()
         traceback.clear_frames(error.__traceback__)  # they hold the arrays
         self.scheduler.forget_pending()
         for seq in list(self.scheduler.running):

@@ -249,32 +249,50 @@ def break_even_tokens(fixed: float, bought: float, own: float) -> float:
 
 
 def place_layers(
-    needs: Sequence[int], memories: Sequence[int], first: int = 0, last: int = 0
+    needs: Sequence[int],
+    capacities: Sequence[float],
+    first: int = 0,
+    last: int = 0,
+    limits: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """How many consecutive layers each host takes, at least one, for the best balance: the largest
-    share of a host's memory that is taken is as small as can be.
+    share of a host's capacity that is taken is as small as can be.
 
-    needs: bytes of each layer. memories: bytes of each host. first, last: bytes beside the layers
-    on the first host and on the last.
+    needs: bytes of each layer. capacities: of each host, its memory, or the bytes that it reads in
+    a second. first, last: bytes beside the layers on the first host and on the last. limits: bytes
+    that each may have at most. Raises RequestError where these don't hold all layers.
     """
-    for memory in memories:
-        check_above_zero("memories", memory)
-    if not 0 < len(memories) <= len(needs):
-        raise RequestError(f"memories are {len(memories)} for {len(needs)} layers; give each one")
+    for capacity in capacities:
+        check_above_zero("capacities", capacity)
+    if not 0 < len(capacities) <= len(needs):
+        raise RequestError(
+            f"capacities are {len(capacities)} for {len(needs)} layers; give each one"
+        )
     sums = [0, *accumulate(needs)]
-    hosts = len(memories)
+    hosts = len(capacities)
+
+    def share_of(host: int, begin: int, end: int) -> float:
+        taken = sums[end] - sums[begin] + first * (host == 0) + last * (host == hosts - 1)
+        if limits is not None and taken > limits[host]:
+            return math.inf
+        return taken / capacities[host]
 
     @cache
     def best(host: int, begin: int) -> tuple[float, tuple[int, ...]]:
         """Of the hosts from `host` on: the smallest largest share, and their counts."""
-        beside = first * (host == 0) - sums[begin]
         if host == hosts - 1:
-            return (beside + sums[-1] + last) / memories[host], (len(needs) - begin,)
+            return share_of(host, begin, len(needs)), (len(needs) - begin,)
         choices = []
         for end in range(begin + 1, len(needs) - (hosts - 1 - host) + 1):
             share, counts = best(host + 1, end)
-            share = max(share, (beside + sums[end]) / memories[host])
-            choices.append((share, (end - begin, *counts)))
+            choices.append((max(share, share_of(host, begin, end)), (end - begin, *counts)))
         return min(choices)
 
-    return best(0, 0)[1]
+    share, counts = best(0, 0)
+    if share == math.inf:
+        allowed = ", ".join(f"{limit / 2**30:.1f}" for limit in limits or ())
+        raise RequestError(
+            f"the layers take {(sums[-1] + first + last) / 2**30:.1f} GiB, and no division of them "
+            f"fits into {allowed} GiB; use more machines, or fewer bits"
+        )
+    return counts

@@ -13,6 +13,7 @@ import numpy as np
 
 from mlxserve.cache.batch import BatchView
 from mlxserve.cache.storage import Storage
+from mlxserve.engine.peers import Stage
 from mlxserve.kernels import registry
 from mlxserve.models.base import Model
 from mlxserve.sequence import StepPlan
@@ -25,53 +26,78 @@ MAX_PROGRAMS = 64  # shapes kept at most; each takes the memory of one step's in
 class Passed(NamedTuple):
     """What `Forward.run` made.
 
-    hidden: of all tokens, `[T, D]`; None where all rows sample. logits: float32 `[B, V]`, of the
-    rows that do; None where none does. in_place: see `Forward.decode`.
+    hidden: of all tokens, `[T, D]`, if they are to be read, else of those that sample, or of the
+    last; None where a step only decodes, and where other processes have them. logits: float32
+    `[B, V]`, of the rows that sample; None where none does. in_place: see `Forward.decode`. ahead:
+    in a pipeline, what this process makes of the step before others do, for them to go on.
     """
 
     hidden: mx.array | None
     logits: mx.array | None
-    in_place: bool
+    in_place: bool = False
+    ahead: tuple[mx.array, ...] = ()
 
 
 class Forward:
     """The model over a cache. Engine thread only.
 
-    record: whether steps may be recorded; those of a part of a model can't be, since what goes
-    between ranks isn't computed by kernels of ours.
+    stage: of a pipeline, if the model has some of the layers only. record: whether steps may be
+    recorded; those of a part of a model can't be, since what goes between ranks isn't computed by
+    kernels of ours.
     """
 
-    def __init__(self, model: Model, storage: Storage, *, record: bool = True) -> None:
+    def __init__(
+        self, model: Model, storage: Storage, *, stage: Stage | None = None, record: bool = True
+    ) -> None:
         self._model = model
         self._storage = storage
+        self._stage = stage
         self.vocab_size = model.vocab_size
         self._native: Any = registry.recorder() if record else None
         # By shape: recorded once, then twice alike and so trusted.
         self._recorded: dict[tuple, Any] = {}
         self._trusted: dict[tuple, Any] = {}
 
-    def hidden(self, ids: mx.array, view: BatchView) -> mx.array:
-        """Hidden states of a step's tokens. ids: int32 `[T]`. Returns `[T, D]`."""
-        return self._model(ids, view)
-
     def logits(self, hidden: mx.array) -> mx.array:
         """float32 `[.., V]`."""
         return self._model.logits(hidden).astype(mx.float32)
 
-    def run(self, ids: mx.array, plan: StepPlan) -> "Passed":
+    def run(self, ids: mx.array, plan: StepPlan, *, read: bool) -> Passed:
         """The model on a step's tokens, lazily; logits after each chunk that samples.
 
-        ids: int32 `[T]`.
+        ids: int32 `[T]`. read: whether all hidden states are wanted.
         """
         view = BatchView(self._storage, plan)
-        if all(chunk.samples and chunk.n == 1 for chunk in plan.chunks):
-            logits, in_place = self.decode(ids, view)
-            return Passed(None, logits, in_place)
-        hidden = self.hidden(ids, view)
+        decodes = all(chunk.samples and chunk.n == 1 for chunk in plan.chunks)
+        if self._stage is None and decodes:
+            return Passed(None, *self.decode(ids, view))
         ends = np.cumsum([chunk.n for chunk in plan.chunks]) - 1
-        last = [int(end) for end, chunk in zip(ends, plan.chunks, strict=True) if chunk.samples]
-        logits = self.logits(hidden[mx.array(last)]) if last else None
-        return Passed(hidden, logits, False)
+        sampled = [int(end) for end, c in zip(ends, plan.chunks, strict=True) if c.samples]
+        rows = None if read or decodes else mx.array(sampled or [plan.tokens - 1])
+        hidden, ahead = self._hidden(ids, view, rows)
+        logits = None
+        if hidden is not None and sampled:
+            logits = self.logits(hidden[mx.array(sampled)] if read else hidden)
+        return Passed(hidden, logits, False, ahead)
+
+    def _hidden(
+        self, ids: mx.array, view: BatchView, rows: mx.array | None
+    ) -> tuple[mx.array | None, tuple[mx.array, ...]]:
+        """Hidden states of these rows, None for all; and see `Passed.ahead`."""
+        model, stage = self._model, self._stage
+        if stage is None:
+            hidden = model(ids, view)
+            return (hidden if rows is None else hidden[rows]), ()
+        width = model.config.width
+        x = ids if stage.first else stage.receive((ids.size, width), model.dtype)
+        out = model(x, view)
+        if stage.last and rows is not None:
+            out = out[rows]
+        ahead = out, stage.send(out)
+        if not stage.first:
+            return None, ahead
+        wanted = ids.size if rows is None else rows.size
+        return stage.receive((wanted, width), model.dtype), ahead
 
     def decode(self, ids: mx.array, view: BatchView) -> tuple[mx.array, bool]:
         """Rows of one token each. ids: int32 `[B]`.
@@ -82,14 +108,14 @@ class Forward:
         """
         storage = self._storage
         if self._native is None:
-            return self.logits(self.hidden(ids, view)), False
+            return self.logits(self._model(ids, view)), False
         own = [ids, *view.arrays, *storage.moves]
         shape = (*(array.size for array in own), *storage.capacity)
         if program := self._trusted.get(shape):
             (logits,) = program.run(own, storage.state(self._native))
             return logits, True
         before = storage.arrays()
-        logits = self.logits(self.hidden(ids, view))
+        logits = self.logits(self._model(ids, view))
         self._record(shape, own, before, [logits], storage.arrays())
         return logits, False
 

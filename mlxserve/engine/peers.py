@@ -14,11 +14,37 @@ from mlxserve.memory import CachePlan
 from mlxserve.sequence import StepPlan
 
 
+class Stage(Protocol):
+    """The way of what layers make through processes that have some of them each, a pipeline.
+
+    first, last: whether this process has the model's first and last layer. All of it is lazy, and
+    every process must come to the same operations in the same order.
+    """
+
+    first: bool
+    last: bool
+
+    def receive(self, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+        """What the stage before has sent; to the first, what the last one has."""
+        ...
+
+    def send(self, x: mx.array) -> mx.array:
+        """x for the next stage, from the last to the first. Returns what has to be evaluated."""
+        ...
+
+
 class Peers(Protocol):
-    """count: how many there are. on_lost: set by the engine, told when one is gone, and why."""
+    """count: how many there are. on_lost: set by the engine, told when one is gone, and why.
+
+    stage: of this process, None where it has all layers; stages: how many there are.
+    """
 
     count: int
+    stages: int
     on_lost: Callable[[str], None]
+
+    @property
+    def stage(self) -> Stage | None: ...
 
     def agree(self, plan: CachePlan) -> CachePlan:
         """The pages that the memory of all of them allows. Waits until their models are loaded."""
@@ -32,6 +58,10 @@ class Peers(Protocol):
         ids: of its tokens, None where they are on the device: `share` follows. reads: (first, n) of
         hidden states whose logits are made once the step was read.
         """
+        ...
+
+    def finish(self) -> None:
+        """Of a pipeline: have the hidden states of the oldest unfinished step, and its logits."""
         ...
 
     def share(self, ids: mx.array) -> mx.array:
@@ -54,7 +84,7 @@ class Peers(Protocol):
 class NoPeers:
     """There are none."""
 
-    count = 0
+    count, stages, stage = 0, 1, None
 
     def __init__(self) -> None:
         self.on_lost: Callable[[str], None] = _ignore
@@ -65,6 +95,9 @@ class NoPeers:
     def step(
         self, plan: StepPlan, ids: list[int] | None = None, reads: Sequence[tuple[int, int]] = ()
     ) -> None:
+        pass
+
+    def finish(self) -> None:
         pass
 
     def share(self, ids: mx.array) -> mx.array:

@@ -29,10 +29,13 @@ class InFlight:
     """A step that is built, and after `submit` under way. `read` waits for it.
 
     constrained: rows whose tokens depend on a mask; they are drawn by `constrain`, in a submission
-    of their own, so that masks are made while the model runs.
+    of their own, so that masks are made while the model runs. In a pipeline `submit` starts what
+    this process does before others go on, and `finish` the rest.
     """
 
-    def __init__(self, plan: StepPlan, forward: Forward, storage: Storage, ids: mx.array) -> None:
+    def __init__(
+        self, plan: StepPlan, forward: Forward, storage: Storage, ids: mx.array, *, read: bool
+    ) -> None:
         self.plan = plan
         self.submitted_s = 0.0
         self._forward = forward
@@ -47,7 +50,8 @@ class InFlight:
         self._logprob_rows: list[int] = []
         self._logprobs: tuple[mx.array, ...] = ()
         self._hidden: mx.array | None = None
-        passed = forward.run(ids, plan)
+        passed = forward.run(ids, plan, read=read)
+        self._ahead = passed.ahead
         self.in_place = passed.in_place  # the cache is written where it lies, by what makes logits
         self.sampled = [chunk for chunk in plan.chunks if chunk.samples]
         # Logits of what is read come later, block by block: here, all would exist at once.
@@ -92,12 +96,23 @@ class InFlight:
 
     def submit(self) -> None:
         """Start computing: the tokens together with everything the step wrote."""
-        first = (self.ids, self._hidden, self._finite)
-        outputs = [array for array in first if array is not None]
-        outputs += [*self._undrawn, *self._logprobs, *self._to_read.values()]
+        outputs = [*(self._ahead or self._outputs())]
         if not self.in_place:
             outputs += self._storage.written()
         mx.async_eval(*outputs)
+
+    def finish(self) -> None:
+        """Of a pipeline: start what follows once the last stage is done."""
+        mx.async_eval(*self._outputs())
+
+    def wait(self) -> None:
+        """Of a pipeline: until this process's layers are computed, and the cache is free."""
+        mx.eval(self._ahead[0])
+
+    def _outputs(self) -> list[mx.array]:
+        first = (self.ids, self._hidden, self._finite)
+        outputs = [array for array in first if array is not None]
+        return [*outputs, *self._undrawn, *self._logprobs, *self._to_read.values()]
 
     def constrain(self, mask: mx.array, failures: Mapping[int, MlxserveError]) -> None:
         """Draw the tokens of the constrained rows, and start computing that.
@@ -173,19 +188,18 @@ class Runner:
     def __init__(self, model: Model, storage: Storage, peers: Peers) -> None:
         self.storage = storage
         self._peers = peers
-        self._forward = Forward(model, storage, record=not peers.count)
+        self._forward = Forward(model, storage, stage=peers.stage, record=not peers.count)
         self._masks = Masks(model.vocab_size)
 
     def build(self, plan: StepPlan, previous: InFlight | None) -> InFlight:
         """Build one step lazily on top of `previous`, whose tokens are not read yet."""
-        known = _known_ids(plan)
-        if self._peers.count:
-            self._peers.step(plan, known, self._reads(plan))
+        known, reads = _known_ids(plan), self._reads(plan)
+        self._peers.step(plan, known, reads)
         self.storage.prepare(plan)
         ids = _input_ids(plan, previous) if known is None else mx.array(known, mx.int32)
         if known is None:
             ids = self._peers.share(ids)
-        return InFlight(plan, self._forward, self.storage, ids)
+        return InFlight(plan, self._forward, self.storage, ids, read=bool(reads))
 
     def _reads(self, plan: StepPlan) -> list[tuple[int, int]]:
         """(first, n) of a step's hidden states whose logits will be made, in that order."""

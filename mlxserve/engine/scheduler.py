@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SCORE_CHUNK_TOKENS = 128
 OLDEST_SHARE = 4  # one part in so many of a step's prompt tokens is the oldest prompt's
+PARTS_PER_STAGE, MIN_PART_TOKENS = 4, 64  # of prompts, in a pipeline
 MIN_CHUNK_TOKENS = 32  # of prompts in a step, however slow it makes the answers under way
 
 
@@ -61,7 +62,8 @@ class Scheduler:
     max_batch: sequences that run at once; max_batched_tokens: tokens of one step, over all of them;
     max_queue: sequences that may wait; target_itl_s: how long a step with answers under way should
     take at most, None for as long as a full one does; max_step_s: how long any step should, None
-    if it may take as long as it does.
+    if it may take as long as it does. stages: of the pipeline that computes steps; each takes part
+    of the rows and of the prompts, so that so many are under way at once.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Scheduler:
         max_queue: int = 1024,
         target_itl_s: float | None = None,
         max_step_s: float | None = None,
+        stages: int = 1,
     ) -> None:
         self.manager = manager
         self.max_batch = max_batch
@@ -81,6 +84,7 @@ class Scheduler:
         self.max_queue = max_queue
         self.target_itl_s = target_itl_s
         self.max_step_s = max_step_s
+        self.stages = stages
         self.waiting = queue or WaitingQueue()
         self.running: list[Sequence] = []
         self.pace = Pace()
@@ -178,9 +182,14 @@ class Scheduler:
         the shortest come first: who asks little shouldn't wait for who asks much.
         """
         wanted = {id(seq): self._wanted(seq) for seq in self.running}
-        shares = {key: 1 for key, n in wanted.items() if n == 1}
+        if self.stages > 1:  # rows of a step under way have to wait for it
+            wanted |= {id(seq): 0 for seq in self.running if seq.pending}
+        rows = [key for key, n in wanted.items() if n == 1]
+        shares = dict.fromkeys(rows[: -(-len(self.running) // self.stages)], 1)
         left = self._prompt_budget(len(shares))
         prompts = [seq for seq in self.running if wanted[id(seq)] > 1]
+        if self.stages > 1:
+            left = min(left, self._part(sum(seq.total for seq in prompts)))
         for seq in prompts[:1]:
             shares[id(seq)] = min(wanted[id(seq)], -(-left // OLDEST_SHARE))
             left -= shares[id(seq)]
@@ -189,6 +198,13 @@ class Scheduler:
             shares[id(seq)] = shares.get(id(seq), 0) + n
             left -= n
         return shares
+
+    def _part(self, tokens: int) -> int:
+        """Of prompts of so many tokens, those of one step.
+
+        Stages are idle until the first part has come to them, and once the last has left them.
+        """
+        return max(MIN_PART_TOKENS, -(-tokens // (PARTS_PER_STAGE * self.stages)))
 
     def _prompt_budget(self, rows: int) -> int:
         most = self.max_batched_tokens - rows

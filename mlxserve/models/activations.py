@@ -8,7 +8,7 @@ import mlx.core as mx
 from mlxserve.memory import StepShape
 from mlxserve.models.base import Group, Model
 from mlxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm
-from mlxserve.models.uses import Trace
+from mlxserve.models.uses import Trace, trace
 
 # MLX makes room for a result when it queues the operation, and queues about a hundred pieces of
 # work ahead of the CPU that computes them. Measured with the native kernels, results of 4.9 layers
@@ -24,22 +24,22 @@ def step_shape(model: Model, dtype: mx.Dtype) -> StepShape:
     queries and keys, and what they attend to. Nothing is computed, and placeholders do for weights.
     Raises ModelError where a layer asks for another cache than it declared.
     """
-    trace = Trace(model.layer_specs(), dtype)
-    model(mx.zeros(1, mx.int32), trace)
-    made, parts = Counter(trace.made), Counter[int]()
+    view = Trace(model.layer_specs(), dtype)
+    trace(model, view)
+    made, parts = Counter(view.made), Counter[int]()
     outside = 0
     for name, part in model.named_modules():
         width = _width(part)
         if found := _LAYER.search(name):
             layer = int(found[1])
-            if width and not _of_heads(part, trace.dims.get(layer)):
+            if width and not _of_heads(part, view.dims.get(layer)):
                 made[layer] += width
                 parts[layer] += 1
         elif not isinstance(part, Linear):  # an output head's results are logits
             outside += width
     return StepShape(
-        ahead=_ahead([(made[layer], parts[layer]) for layer in range(len(trace.specs))]),
-        heads=tuple(trace.heads.get(layer, 0) for layer in range(len(trace.specs))),
+        ahead=_ahead([(made[layer], parts[layer]) for layer in range(len(view.specs))]),
+        heads=tuple(view.heads.get(layer, 0) for layer in range(len(view.specs))),
         outside=outside,
         vocab_size=model.vocab_size,
         itemsize=dtype.size,

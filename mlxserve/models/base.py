@@ -129,11 +129,19 @@ class Sizes(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def layers(self) -> int: ...
+
 
 class Model(Protocol):
-    """A language model as the engine sees it: lazy functions of tokens, without state.
+    """A language model, or a part of it, as the engine sees it: lazy functions without state.
 
-    dtype: of activations, and so of keys and values; set when the weights are.
+    own_layers: those that are here, of the whole model's; only the part with the first one embeds
+    tokens and makes logits. dtype: of activations, and so of keys and values; set when the weights
+    are.
     float16_safe: whether its activations stay within float16's 65,504.
     """
 
@@ -141,6 +149,7 @@ class Model(Protocol):
     context_tokens: int
     dtype: mx.Dtype
     float16_safe: bool
+    own_layers: range
 
     @property
     def config(self) -> Sizes:
@@ -148,15 +157,19 @@ class Model(Protocol):
         ...
 
     def layer_specs(self) -> list[LayerSpec]:
-        """What each layer keeps in this process's cache, first layer first."""
+        """What each layer of the whole model keeps, with the heads that this process has."""
         ...
 
     def named_modules(self) -> Any:
         """Its parts by name, `mlx.nn.Module`'s; those of a layer under `layers.<index>.`."""
         ...
 
-    def __call__(self, ids: mx.array, view: View) -> mx.array:
-        """Hidden states after the final norm. ids: integers `[T]`. Returns `[T, D]`."""
+    def __call__(self, x: mx.array, view: View) -> mx.array:
+        """Hidden states after the final norm, or the stream where the last layer isn't here.
+
+        x: ids, integers `[T]`, or where the first layer isn't here, the stream, `[T, D]`. Returns
+        `[T, D]`.
+        """
         ...
 
     def logits(self, h: mx.array) -> mx.array:

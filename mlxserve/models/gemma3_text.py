@@ -20,7 +20,9 @@ from mlxserve.models.layers import (
     GatedMLP,
     InnerNorm,
     Linear,
+    NoNorm,
     RMSNorm,
+    output_head,
     project,
     run_blocks,
 )
@@ -51,6 +53,10 @@ class Gemma3Config:
     tied: bool
     global_rope: Rope
     local_rope: Rope
+
+    @property
+    def layers(self) -> int:
+        return len(self.sliding)
 
 
 def read_config(config: Mapping[str, Any]) -> Gemma3Config:
@@ -149,7 +155,12 @@ class Block(nn.Module):
         self.post_feedforward_layernorm = InnerNorm(c.width)
 
     def __call__(
-        self, x: mx.array, h: mx.array, positions: mx.array, layer: LayerView, norm: RMSNorm
+        self,
+        x: mx.array,
+        h: mx.array,
+        positions: mx.array,
+        layer: LayerView,
+        norm: RMSNorm | NoNorm,
     ) -> tuple[mx.array, mx.array]:
         attended = self.self_attn(h, positions, layer)
         after = self.post_attention_layernorm
@@ -164,18 +175,19 @@ class Trunk(nn.Module):
         super().__init__()
         # A Python number takes the array's dtype: in bfloat16 sqrt(3072) becomes the 55.5 that the
         # model was trained with.
-        self.embed_tokens = Embedding(
-            len(shard.vocabulary),
-            c.width,
-            scale=c.width**0.5,
-            first=shard.vocabulary.start,
-            group=shard.group,
+        scale, ids = c.width**0.5, shard.vocabulary
+        self.embed_tokens = (
+            Embedding(len(ids), c.width, scale=scale, first=ids.start, group=shard.group)
+            if shard.first
+            else None
         )
-        self.layers = [Block(c, shard, sliding) for sliding in c.sliding]
-        self.norm = RMSNorm(c.width, c.eps)
+        self.layers = {str(i): Block(c, shard, c.sliding[i]) for i in shard.layers}
+        self.norm = RMSNorm(c.width, c.eps) if shard.last else NoNorm(c.eps)
 
-    def __call__(self, ids: mx.array, view: View) -> mx.array:
-        return run_blocks(self.layers, self.norm, self.embed_tokens(ids), view)
+    def __call__(self, x: mx.array, view: View) -> mx.array:
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        return run_blocks(self.layers, self.norm, x, view)
 
 
 class Gemma3(nn.Module):
@@ -189,19 +201,21 @@ class Gemma3(nn.Module):
         self.dtype = mx.float32
         self.float16_safe = False  # the 270M model's residual stream reaches 104,000
         self.shard = shard
+        self.own_layers = shard.layers
         self.model = Trunk(c, shard)
-        self.lm_head = None if c.tied else Linear(c.width, len(shard.vocabulary))
+        own_head = shard.first and not c.tied
+        self.lm_head = Linear(c.width, len(shard.vocabulary)) if own_head else None
 
     def layer_specs(self) -> list[LayerSpec]:
         c, kv_heads = self.config, len(self.shard.kv_heads)
         full, windowed = FullKV(kv_heads, c.head_dim), WindowKV(kv_heads, c.head_dim, c.window)
         return [windowed if sliding else full for sliding in c.sliding]
 
-    def __call__(self, ids: mx.array, view: View) -> mx.array:
-        return self.model(ids, view)
+    def __call__(self, x: mx.array, view: View) -> mx.array:
+        return self.model(x, view)
 
     def logits(self, h: mx.array) -> mx.array:
-        out = self.model.embed_tokens.as_linear(h) if self.lm_head is None else self.lm_head(h)
+        out = output_head(h, self.lm_head, self.model.embed_tokens)
         whole = self.shard.group.gather(out, self.shard.vocabulary_widths)
         return soft_cap(whole, self.config.logit_cap)
 

@@ -1,11 +1,12 @@
 """Building blocks shared by all models. Weights are placeholders until `models.load` fills them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxserve.errors import InvariantError
 from mlxserve.kernels.gates import gated
 from mlxserve.kernels.matmul import Weight, matmul, matmuls, rows
 from mlxserve.kernels.norm import add_rms_norm, rms_norm
@@ -76,6 +77,18 @@ class Embedding(nn.Module):
         return matmul(h, self.weight)
 
 
+def output_head(h: mx.array, head: Linear | None, embedding: Embedding | None) -> mx.array:
+    """Logits of the ids that are here: of a head of its own, or the embedding's rows.
+
+    h: `[..., D]`. Returns `[..., V]`. Raises InvariantError in a part of a model without either.
+    """
+    if head is not None:
+        return head(h)
+    if embedding is None:
+        raise InvariantError("only the part of a model with its first layer makes logits")
+    return embedding.as_linear(h)
+
+
 class RMSNorm(nn.Module):
     """`x / rms(x) * weight` over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467).
 
@@ -135,25 +148,48 @@ class GatedMLP(nn.Module):
         return self.down_proj(gated(gate, up, self.activation))
 
 
+class NoNorm:
+    """In place of the next layer's norm, where another process has that layer."""
+
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+    def of_sum(
+        self, y: mx.array, stream: mx.array, inner: InnerNorm | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """See `RMSNorm.of_sum`; both are the sum."""
+        total = stream + (y if inner is None else rms_norm(y, inner.weight, self.eps))
+        return total, total
+
+
 class Block(Protocol):
     """A layer: what it reads is normalised, what it makes is added to the residual stream."""
 
     input_layernorm: RMSNorm
 
     def __call__(
-        self, x: mx.array, h: mx.array, positions: mx.array, layer: LayerView, norm: RMSNorm
+        self,
+        x: mx.array,
+        h: mx.array,
+        positions: mx.array,
+        layer: LayerView,
+        norm: RMSNorm | NoNorm,
     ) -> tuple[mx.array, mx.array]:
         """x: the stream, `[T, D]`; h: its norm; norm: of what comes next, for the h it returns."""
         ...
 
 
-def run_blocks(blocks: Sequence[Block], norm: RMSNorm, x: mx.array, view: View) -> mx.array:
-    """All layers of a model, and its last norm. x: embedded tokens `[T, D]`. Returns `[T, D]`.
+def run_blocks(
+    blocks: Mapping[str, Block], norm: RMSNorm | NoNorm, x: mx.array, view: View
+) -> mx.array:
+    """Consecutive layers, by their numbers, and what follows them. x: the stream, `[T, D]`.
 
-    A layer's last sum and the norm that the next one begins with are one operation.
+    norm: the model's last, or NoNorm. Returns `[T, D]`. A layer's last sum and the norm that the
+    next one begins with are one operation.
     """
-    norms = [block.input_layernorm for block in blocks] + [norm]
-    h = norms[0](x)
-    for i, block in enumerate(blocks):
-        x, h = block(x, h, view.positions, view.layer(i), norms[i + 1])
+    first, *others = blocks.values()
+    norms = [*(block.input_layernorm for block in others), norm]
+    h = first.input_layernorm(x)
+    for (index, block), following in zip(blocks.items(), norms, strict=True):
+        x, h = block(x, h, view.positions, view.layer(int(index)), following)
     return h

@@ -12,7 +12,16 @@ import mlx.nn as nn
 
 from mlxserve.cache.spec import FullKV, LayerSpec, WindowKV
 from mlxserve.models.base import ConfigReader, LayerView, View, Weights
-from mlxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm, project, run_blocks
+from mlxserve.models.layers import (
+    Embedding,
+    GatedMLP,
+    Linear,
+    NoNorm,
+    RMSNorm,
+    output_head,
+    project,
+    run_blocks,
+)
 from mlxserve.models.rope import Rope, rope_from_config
 from mlxserve.models.tensor_parallel import Shard, shard_of
 
@@ -40,6 +49,10 @@ class LlamaConfig:
     mlp_bias: bool
     tied: bool
     rope: Rope
+
+    @property
+    def layers(self) -> int:
+        return len(self.windows)
 
 
 def read_config(config: Mapping[str, Any]) -> LlamaConfig:
@@ -119,7 +132,12 @@ class Block(nn.Module):
         self.mlp = GatedMLP(c.width, len(shard.inner), "silu", bias=c.mlp_bias, group=shard.group)
 
     def __call__(
-        self, x: mx.array, h: mx.array, positions: mx.array, layer: LayerView, norm: RMSNorm
+        self,
+        x: mx.array,
+        h: mx.array,
+        positions: mx.array,
+        layer: LayerView,
+        norm: RMSNorm | NoNorm,
     ) -> tuple[mx.array, mx.array]:
         attended = self.self_attn(h, positions, layer)
         x, h = self.post_attention_layernorm.of_sum(attended, x)
@@ -131,14 +149,19 @@ class Trunk(nn.Module):
 
     def __init__(self, c: LlamaConfig, shard: Shard) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(
-            len(shard.vocabulary), c.width, first=shard.vocabulary.start, group=shard.group
+        ids = shard.vocabulary
+        self.embed_tokens = (
+            Embedding(len(ids), c.width, first=ids.start, group=shard.group)
+            if shard.first
+            else None
         )
-        self.layers = [Block(c, shard) for _ in c.windows]
-        self.norm = RMSNorm(c.width, c.eps)
+        self.layers = {str(i): Block(c, shard) for i in shard.layers}
+        self.norm = RMSNorm(c.width, c.eps) if shard.last else NoNorm(c.eps)
 
-    def __call__(self, ids: mx.array, view: View) -> mx.array:
-        return run_blocks(self.layers, self.norm, self.embed_tokens(ids), view)
+    def __call__(self, x: mx.array, view: View) -> mx.array:
+        if self.embed_tokens is not None:
+            x = self.embed_tokens(x)
+        return run_blocks(self.layers, self.norm, x, view)
 
 
 class Llama(nn.Module):
@@ -152,8 +175,10 @@ class Llama(nn.Module):
         self.dtype = mx.float32
         self.float16_safe = True
         self.shard = shard
+        self.own_layers = shard.layers
         self.model = Trunk(c, shard)
-        self.lm_head = None if c.tied else Linear(c.width, len(shard.vocabulary))
+        own_head = shard.first and not c.tied
+        self.lm_head = Linear(c.width, len(shard.vocabulary)) if own_head else None
 
     def layer_specs(self) -> list[LayerSpec]:
         c, kv_heads = self.config, len(self.shard.kv_heads)
@@ -163,11 +188,11 @@ class Llama(nn.Module):
             for window in c.windows
         ]
 
-    def __call__(self, ids: mx.array, view: View) -> mx.array:
-        return self.model(ids, view)
+    def __call__(self, x: mx.array, view: View) -> mx.array:
+        return self.model(x, view)
 
     def logits(self, h: mx.array) -> mx.array:
-        out = self.model.embed_tokens.as_linear(h) if self.lm_head is None else self.lm_head(h)
+        out = output_head(h, self.lm_head, self.model.embed_tokens)
         return self.shard.group.gather(out, self.shard.vocabulary_widths)
 
     def sanitize(self, weights: Weights) -> Weights:

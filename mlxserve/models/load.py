@@ -95,12 +95,12 @@ def load_model(
     return model
 
 
-def shard_checkpoint(checkpoint: Checkpoint, group: Group) -> Shard:
+def shard_checkpoint(checkpoint: Checkpoint, group: Group, layers: range | None = None) -> Shard:
     """What this rank of a group is to load of a model; only headers are looked at.
 
-    Load it with `load_model(config, checkpoint.weights(shard.region), shard=shard)`. Raises
-    ModelError for a checkpoint that doesn't fit its config, as a whole, and RequestError for a
-    group that the model can't be divided among.
+    layers: those that the group computes; None: all. Load it with `load_model(config,
+    checkpoint.weights(shard.region), shard=shard)`. Raises ModelError for a checkpoint that doesn't
+    fit its config, as a whole, and RequestError for a group that the model can't be divided among.
     """
     model = build(checkpoint.config)
     expected = tensors.expected(model)
@@ -111,7 +111,7 @@ def shard_checkpoint(checkpoint: Checkpoint, group: Group) -> Shard:
     tensors.check(expected, {n: tensors.Found(t.shape, t.not_floating) for n, t in stored.items()})
     groups = {name: t.group_size for name, t in stored.items() if t.group_size is not None}
     try:
-        return shard_of(model.config, group, groups)
+        return shard_of(model.config, group, groups, layers)
     except RequestError as e:
         raise RequestError(f"{checkpoint.path}: {e}") from None
 
@@ -213,7 +213,7 @@ def _owner(module: nn.Module, name: str) -> tuple[Any, str]:
     *path, leaf = name.split(".")
     node: Any = module
     for part in path:
-        node = node[int(part)] if isinstance(node, list) else node[part]
+        node = node[part]
     return node, leaf
 
 

@@ -1,11 +1,14 @@
-"""One model over several processes: which part of each matrix a rank holds (tensor parallelism).
+"""One model over several processes: which layers a rank holds, and which part of their matrices.
 
-As in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): a rank has some heads, some of the MLP's
-inner channels and some of the vocabulary. So the matrices before them are cut by outputs, those
-after them by inputs, whose results are added up over all ranks: twice a layer. What isn't named
-here, such as norms, is whole on every rank.
+Consecutive layers are a stage of a pipeline (Huang et al. 2018, arXiv:1811.06965); the first stage
+has the embedding and the head too, since rank 0 draws the tokens. A stage's matrices are divided
+among its ranks (tensor parallelism) as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): a
+rank has some heads, some of the MLP's inner channels and some of the vocabulary. So the matrices
+before them are cut by outputs, those after them by inputs, whose results are added up over the
+ranks: twice a layer. What isn't named here, such as norms, is whole on every rank.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +22,7 @@ from mlxserve.models.tensors import Shape
 # Channels and vocabularies are cut at multiples of it, where they are large enough: the smallest
 # number of inputs that all kernels take of a packed matrix.
 UNIT = 32
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class Cut(NamedTuple):
@@ -44,9 +48,16 @@ CUTS: dict[str, Cut] = {
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shard:
-    """What one rank holds of a model. vocabulary_widths: of all ranks, in their order."""
+    """What one rank holds of a model.
+
+    group: the ranks that share the matrices of its layers; vocabulary_widths: of these, in their
+    order. first, last: whether the model's first and last layer are among them.
+    """
 
     group: Group
+    layers: range
+    first: bool
+    last: bool
     heads: range
     kv_heads: range
     head_dim: int
@@ -54,8 +65,13 @@ class Shard:
     vocabulary: range
     vocabulary_widths: tuple[int, ...]
 
-    def region(self, name: str, shape: Shape) -> tuple[range, ...]:
-        """The part of a checkpoint's tensor, a range for each axis; see `sources.Checkpoint`."""
+    def region(self, name: str, shape: Shape) -> tuple[range, ...] | None:
+        """The part of a checkpoint's tensor, a range for each axis; None: nothing of it.
+
+        See `sources.Checkpoint`.
+        """
+        if not self._holds(name):
+            return None
         ranges = [range(n) for n in shape]
         cut = cut_of(name)
         if cut is not None and cut.axis < len(shape):
@@ -64,14 +80,26 @@ class Shard:
             ranges[cut.axis] = range(some.start * numbers, some.stop * numbers)
         return tuple(ranges)
 
+    def _holds(self, name: str) -> bool:
+        if layer := _LAYER.search(name):
+            return int(layer[1]) in self.layers
+        return self.first if cut_of(name) else self.last
+
 
 def cut_of(name: str) -> Cut | None:
     """How the tensor of this name is cut; None: not at all."""
     return CUTS.get(name.split(".")[-2]) if "." in name else None
 
 
-def shard_of(sizes: Sizes, group: Group = ALONE, groups: Mapping[str, int] | None = None) -> Shard:
+def shard_of(
+    sizes: Sizes,
+    group: Group = ALONE,
+    groups: Mapping[str, int] | None = None,
+    layers: range | None = None,
+) -> Shard:
     """The part of a model for this rank: parts are as even as can be, larger ones first.
+
+    layers: those of its stage; None: all.
 
     A rank has whole groups of query heads with their KV head. Where there are more ranks than KV
     heads, each of these is on several, which share its query heads. groups: by name, the group
@@ -94,8 +122,12 @@ def shard_of(sizes: Sizes, group: Group = ALONE, groups: Mapping[str, int] | Non
     if not inner[-1]:
         raise _between_groups(matrix, columns, f"{sizes.inner}", ranks)
     vocabulary = divide(sizes.vocab_size, ranks, _unit(sizes.vocab_size, ranks))
+    layers = range(sizes.layers) if layers is None else layers
     return Shard(
         group,
+        layers,
+        layers.start == 0,
+        layers.stop == sizes.layers,
         *heads[group.rank],
         sizes.head_dim,
         inner[group.rank],

@@ -29,7 +29,7 @@ def attention_uses(
     do. Nothing is computed, and placeholders do for weights.
     """
     view = Trace(model.layer_specs() if specs is None else specs, dtype, bits)
-    model(mx.zeros(1, mx.int32), view)
+    trace(model, view)
     return view.uses
 
 
@@ -43,7 +43,7 @@ def other_uses(model: Model, dtype: mx.Dtype) -> list[Use]:
         if isinstance(part[1], Embedding):
             part[1].dtype = dtype
     with registry.noting() as noted:
-        model(mx.zeros(1, mx.int32), Trace(model.layer_specs(), dtype))
+        trace(model, Trace(model.layer_specs(), dtype))
     return list(noted)
 
 
@@ -61,6 +61,12 @@ def matmul_uses(
             asked = matmul.use(weight, dtype, deterministic=deterministic)
             uses.setdefault(asked, []).append(name)
     return uses
+
+
+def trace(model: Model, view: "Trace") -> None:
+    """Show a token to a model, or to a part of it. Nothing is computed."""
+    first = model.own_layers.start == 0
+    model(mx.zeros(1, mx.int32) if first else mx.zeros((1, model.config.width), view.dtype), view)
 
 
 class Trace:

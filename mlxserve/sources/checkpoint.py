@@ -26,8 +26,8 @@ QUANTISED_PARTS = ("weight", "scales", "biases")  # of one matrix
 
 Weights = dict[str, mx.array | PackedWeight]
 Shape = tuple[int, ...]
-# Which part of a tensor to take, by its name and shape: a range for each axis.
-Region = Callable[[str, Shape], tuple[range, ...]]
+# Which part of a tensor to take, by its name and shape: a range for each axis, or None of it.
+Region = Callable[[str, Shape], tuple[range, ...] | None]
 
 
 def everything(name: str, shape: Shape) -> tuple[range, ...]:
@@ -135,9 +135,12 @@ def _open_file(path: Path, q6_k: Q6K) -> Checkpoint:
 def _gguf_weights(
     file: GGUFFile, tensors: list[gguf_names.NamedTensor], q6_k: Q6K, region: Region
 ) -> Weights:
+    parts = {t.name: part for t in tensors if (part := region(t.name, t.tensor.shape)) is not None}
+    tensors = [t for t in tensors if t.name in parts]
+
     def convert(t: gguf_names.NamedTensor) -> gguf_quant.Converted:
         n = t.tensor.shape[0]
-        rows, *rest = region(t.name, t.tensor.shape)
+        rows, *rest = parts[t.name]
         columns = rest[0] if len(rest) == 1 else None
         order = gguf_names.row_order(n, t.heads) if t.heads else np.arange(n)
         some = order[rows.start : rows.stop] if t.heads or len(rows) < n else None
@@ -219,13 +222,17 @@ def _directory_weights(
     for name, entry in entries.items():
         if name not in arrays or arrays[name].shape != entry.shape:
             raise damaged(entry.path, f"tensor {show(name)} changed while the model was loaded")
-    parts = dict(_cut(entries, layers, region))
+    wanted = dict(_wanted(entries, layers, region))
+    arrays = {name: arrays[name] for name in wanted}
+    parts = {name: some for name, some in wanted.items() if not _whole(some, entries[name].shape)}
     with ThreadPoolExecutor(usable_cores()) as pool:
         read = pool.map(lambda name: safetensors.read(entries[name], *parts[name]), parts)
         for name, bits in zip(parts, read, strict=True):
             arrays[name] = entries[name].array(bits)
     weights: Weights = {}
     for layer, how in layers.items():
+        if f"{layer}.weight" not in arrays:
+            continue
         weights[f"{layer}.weight"] = PackedWeight(
             arrays.pop(f"{layer}.weight"),
             arrays.pop(f"{layer}.scales"),
@@ -237,20 +244,25 @@ def _directory_weights(
     return weights | arrays
 
 
-def _cut(
+def _wanted(
     entries: Mapping[str, safetensors.Entry],
     layers: Mapping[str, mlx_quant.Quantised],
     region: Region,
 ) -> Iterator[tuple[str, tuple[range, ...]]]:
-    """The tensors in the files of which only a part is wanted, and which."""
+    """The tensors in the files of which something is wanted, and what."""
     for name, entry in entries.items():
         layer, _, part = name.rpartition(".")
         if layer not in layers or part not in QUANTISED_PARTS:
-            wanted = region(name, entry.shape)
-        else:
-            how, weight = layers[layer], entries[f"{layer}.weight"]
-            rows, columns = region(f"{layer}.weight", _stored_shape(weight, how))
+            if (some := region(name, entry.shape)) is not None:
+                yield name, some
+            continue
+        how, weight = layers[layer], entries[f"{layer}.weight"]
+        some = region(f"{layer}.weight", _stored_shape(weight, how))
+        if some is not None:
+            rows, columns = some
             words, groups = column_ranges(columns, how.bits, how.group_size)
-            wanted = rows, (words if part == "weight" else groups)
-        if any(len(some) < n for some, n in zip(wanted, entry.shape, strict=True)):
-            yield name, wanted
+            yield name, (rows, words if part == "weight" else groups)
+
+
+def _whole(ranges: tuple[range, ...], shape: Shape) -> bool:
+    return all(len(some) == n for some, n in zip(ranges, shape, strict=True))

@@ -133,6 +133,7 @@ def place():
     def placements(size, **options):
         shared = {"control": ("127.0.0.1", port), "key": "k" * 32, "start_timeout_s": WAIT_S}
         shared["fetch_timeout_s"] = WAIT_S
+        options = {"tensor": size, **options}
         return [Placement(rank=rank, size=size, **shared | options) for rank in range(size)]
 
     return placements
@@ -145,7 +146,7 @@ def meets(placement, facts=FACTS):
     def run():
         try:
             connection = follower._connect(placement)
-            outcome.append(follower._meet(placement, connection, facts))
+            outcome.append(follower._meet(placement, connection, facts)[0])
         except ModelError as error:
             outcome.append(error)
 
@@ -176,7 +177,7 @@ def test_all_ranks_meet(place):
 def test_a_rank_that_differs_is_refused_by_name_on_both_sides(place, change, reason):
     first, second, _ = place(3)
     changed = Placement(
-        rank=change.get("rank", 1), size=3, control=second.control, key=second.key,
+        rank=change.get("rank", 1), size=3, tensor=3, control=second.control, key=second.key,
         start_timeout_s=WAIT_S,
     )  # fmt: skip
     thread, outcome = meets(changed, change.get("facts", FACTS))
@@ -244,7 +245,7 @@ def test_rank_0_that_is_not_there_is_named(place):
 
 def test_pages_are_those_that_all_have_memory_for(sockets):
     first = leader.Leader(
-        Placement(rank=0, size=2, control=("127.0.0.1", 1), key="k", start_timeout_s=1)
+        Placement(rank=0, size=2, tensor=2, control=("127.0.0.1", 1), key="k", start_timeout_s=1)
     )
     first._links.append(Link(sockets[0], "rank 1", WAIT_S, first._on_loss))
     write(sockets[1], Sizes(20, (90, 200), 5))

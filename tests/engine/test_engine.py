@@ -423,6 +423,7 @@ class Failing:
         self.vocab_size, self.dtype = model.vocab_size, model.dtype
         self.context_tokens = model.context_tokens
         self.layer_specs, self.logits = model.layer_specs, model.logits
+        self.own_layers = model.own_layers
 
     def __call__(self, ids, view):
         self.calls += 1

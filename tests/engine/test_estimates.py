@@ -203,5 +203,5 @@ def test_layers_are_placed_as_well_as_trying_all_places_finds(seed):
 
 
 def test_more_hosts_than_layers_are_refused():
-    with pytest.raises(RequestError, match="memories are 3 for 2 layers"):
+    with pytest.raises(RequestError, match="capacities are 3 for 2 layers"):
         est.place_layers([1, 1], [1, 1, 1])

@@ -19,11 +19,13 @@ from tests.support.schedules import PaperEngine
 EOS = 7
 
 
-def make(pages=100, hot=80, window=None, max_batch=32, max_batched_tokens=512, sharing=False):
+def make(
+    pages=100, hot=80, window=None, max_batch=32, max_batched_tokens=512, sharing=False, stages=1
+):
     specs = [FullKV(1, 4)] + ([WindowKV(1, 4, window)] if window else [])
     groups = group_layers(specs)
     manager = CacheManager(groups, hot_pages=hot, pool_pages=[pages] * len(groups), sharing=sharing)
-    return Scheduler(manager, max_batch, max_batched_tokens)
+    return Scheduler(manager, max_batch, max_batched_tokens, stages=stages)
 
 
 def sequence(name, prompt, max_tokens=10, score=False, prompt_logprobs=None, context=100_000):
@@ -279,3 +281,28 @@ def test_a_step_holds_no_more_than_its_time_allows():
     for seq in list(scheduler.running):
         scheduler.abort(seq)
     scheduler.check_integrity()
+
+
+def test_stages_of_a_pipeline_have_rows_of_their_own():
+    """Each step has part of them, and none whose last token isn't drawn yet."""
+    scheduler = make(stages=2)
+    for name in "abcde":
+        scheduler.add(sequence(name, 1))
+    steps = [scheduler.schedule() for _ in range(3)]
+    rows = [None if step is None else {c.seq.request.id for c in step.chunks} for step in steps]
+    assert rows == [{"a", "b", "c"}, {"d", "e"}, None]
+    first = steps[0]
+    scheduler.commit(first, [ChunkResult(token_id=5)] * 3)
+    following = scheduler.schedule()
+    assert {c.seq.request.id for c in following.chunks} == {"a", "b", "c"}
+
+
+def test_a_pipeline_takes_prompts_in_parts():
+    """So that its stages have something to do at once; without one, a step takes all it can."""
+    for stages, sizes in ((1, [512, 488]), (2, [125] * 8)):
+        scheduler = make(stages=stages)
+        scheduler.add(sequence("a", 1000))
+        steps = []
+        while (plan := scheduler.schedule()) is not None and len(steps) < len(sizes):
+            steps.append(plan.tokens)
+        assert steps == sizes

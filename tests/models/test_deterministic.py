@@ -63,7 +63,7 @@ def test_on_metal_every_matrix_has_the_kernel(monkeypatch, tied):
         del weights["lm_head.weight"]
     model = load(tiny, weights)
     head = model.model.embed_tokens if tied else model.lm_head
-    for layer in (model.model.layers[0].self_attn.q_proj, model.model.layers[1].mlp, head):
+    for layer in (model.model.layers["0"].self_attn.q_proj, model.model.layers["1"].mlp, head):
         layer = getattr(layer, "down_proj", layer)
         assert isinstance(layer.weight, KernelWeight)
         assert layer.weight.rows is None

@@ -56,7 +56,7 @@ def test_packed_equals_dequantised(make, options, form):
     packed = pack(tiny.weights, **FORMATS[form])
     dense = np.array(run_dense(load_model(tiny.config, unpack(packed)), ids))
     model = load_model(tiny.config, dict(packed), prepare=as_packed)
-    assert isinstance(model.model.layers[0].mlp.up_proj.weight, PackedWeight)
+    assert isinstance(model.model.layers["0"].mlp.up_proj.weight, PackedWeight)
     assert isinstance(model.model.embed_tokens.weight, PackedWeight)
     assert np.abs(np.array(run_dense(model, ids)) - dense).max() < 5e-4
     # The quantised model is another model than the original one, so the comparison means something.
@@ -76,7 +76,7 @@ def test_prepare_may_unpack():
 def test_on_cpu_weights_become_panels_or_float32():
     tiny = tiny_llama()
     model = load_model(tiny.config, pack(tiny.weights, **FORMATS["affine4"]))
-    weight = model.model.layers[0].mlp.up_proj.weight
+    weight = model.model.layers["0"].mlp.up_proj.weight
     if form() == "panels":
         assert isinstance(weight, PanelWeight)
         assert weight.shape == (96, 64)
@@ -97,7 +97,7 @@ def test_one_dtype_from_end_to_end(make, dtype):
     tiny, ids = make(), prompt(24)
     packed = pack(tiny.weights, **FORMATS["affine8"])
     model = load_model(tiny.config, packed, compute_dtype=dtype, prepare=as_packed)
-    weight = model.model.layers[0].mlp.up_proj.weight
+    weight = model.model.layers["0"].mlp.up_proj.weight
     assert (weight.scales.dtype, weight.biases.dtype) == (dtype, dtype)
     assert model.model.norm.weight.dtype == dtype
     logits = run_dense(model, ids)

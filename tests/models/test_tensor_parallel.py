@@ -34,6 +34,7 @@ class Place(NamedTuple):
 
 
 def shards_of(n, groups=None, **sizes) -> list[Shard]:
+    sizes = {"layers": 1, **sizes}
     return [shard_of(SimpleNamespace(**sizes), Place(rank, n), groups) for rank in range(n)]
 
 

@@ -164,8 +164,7 @@ class Run:
         for _ in range(n):
             self.core.advance()
             self.core.check_integrity()
-            under_way = self.core.in_flight
-            self.recorded += under_way is not None and under_way.in_place
+            self.recorded += any(step.in_place for step in self.core.in_flight)
         while not self._out.empty():
             out = self._out.get()
             if out.error is not None:

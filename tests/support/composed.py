@@ -62,6 +62,7 @@ class ComposedModel(nn.Module):
         self.embedding.weight = matmul.prepare(self._draw(VOCAB, WIDTH, gain=1.5), mx.float32)
         self.rope = Rope([0.1 * 0.7**i for i in range(DIM // 2)])
         self.norm = RMSNorm(WIDTH, 1e-5)
+        self.own_layers = range(len(kinds))
         self.layers = [self._layer(kind) for kind in kinds]
         self.head = self._linear(WIDTH, VOCAB, gain=2.0)
         self.sinks = mx.array(self._random.standard_normal(HEADS).astype(np.float32) + 1)

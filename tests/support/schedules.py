@@ -6,6 +6,7 @@ the arrays are PaperCache's.
 
 import math
 import random
+from collections import deque
 from dataclasses import dataclass
 
 from mlxserve.cache.groups import group_layers
@@ -34,14 +35,14 @@ class PaperEngine:
         self.cache = PaperCache(scheduler.manager, draw)
         self.draw = draw
         self.ahead = ahead
-        self.flight: StepPlan | None = None
+        self.flights: deque[StepPlan] = deque()  # the oldest first
         self.outputs: dict[str, list[TokenOut]] = {}
         self.steps = 0
         self._capacity = [1 for _ in self._used()]
 
     @property
     def busy(self) -> bool:
-        return self.scheduler.busy or self.flight is not None
+        return self.scheduler.busy or bool(self.flights)
 
     def step(self) -> None:
         """One step; every rule that holds whatever the schedule is checked."""
@@ -51,7 +52,7 @@ class PaperEngine:
         scheduler, preempted = self.scheduler, self.scheduler.counts.preemptions
         oldest, alone = scheduler.running[:1], len(scheduler.running) + len(scheduler.waiting) == 1
         plan = scheduler.schedule(self.steps)
-        assert plan or self.flight or not scheduler.busy, "nothing to do, and yet busy"
+        assert plan or self.flights or not scheduler.busy, "nothing to do, and yet busy"
         assert scheduler.running[:1] == oldest or not oldest, "the oldest was preempted"
         assert scheduler.counts.preemptions == preempted or not alone, (
             "preempted, and nobody else is there"
@@ -59,18 +60,21 @@ class PaperEngine:
         if plan:
             assert plan.tokens <= scheduler.max_batched_tokens
             assert len(plan.chunks) <= scheduler.max_batch
+            if scheduler.stages > 1:
+                self._check_apart(plan)
             self._apply(plan)
+            self.flights.append(plan)
         scheduler.check_integrity()
-        last, self.flight = self.flight, plan
-        self._commit(last)
+        if self.flights and (not plan or len(self.flights) > scheduler.stages):
+            self._commit(self.flights.popleft())
         scheduler.check_integrity()
         self.steps += 1
-        assert self.steps < STEPS_AT_MOST, "it doesn't end"
+        assert self.steps < STEPS_AT_MOST * scheduler.stages, "it doesn't end"
 
     def finish(self) -> None:
-        """Read the step under way."""
-        last, self.flight = self.flight, None
-        self._commit(last)
+        """Read the steps under way."""
+        while self.flights:
+            self._commit(self.flights.popleft())
 
     def settle(self) -> None:
         """Seal what the last requests left. With nothing to compute."""
@@ -97,9 +101,12 @@ class PaperEngine:
         for used, capacity in zip(self._ids(plan), self._capacity, strict=True):
             assert max(used, default=0) < capacity, "storage isn't grown as far as this page"
 
-    def _commit(self, plan: StepPlan | None) -> None:
-        if plan is None:
-            return
+    def _check_apart(self, plan: StepPlan) -> None:
+        """Of a pipeline: no step is of a token that a step under way will draw."""
+        drawing = {id(c.seq) for flight in self.flights for c in flight.chunks if c.samples}
+        assert not any(id(chunk.seq) in drawing for chunk in plan.chunks)
+
+    def _commit(self, plan: StepPlan) -> None:
         for out in self.scheduler.commit(plan, [self._result(chunk) for chunk in plan.chunks]):
             self.outputs.setdefault(out.request_id, []).append(out)
 
@@ -158,7 +165,7 @@ class Setup:
     """A cache and a scheduler over it.
 
     window: so many pages, and so many tokens more. pages: of a pool that no window bounds. tokens:
-    of a step, over `max_batch`; snapshots: slots over those of running sequences; ends: of a
+    of a step, over `max_batch`; stages: of the pipeline that computes steps; snapshots: slots over those of running sequences; ends: of a
     hundred tokens, those after which an answer ends.
     """
 
@@ -172,6 +179,7 @@ class Setup:
     snapshots: int
     sharing: bool
     ahead: bool
+    stages: int
     ends: int
     seed: int
 
@@ -197,7 +205,8 @@ class Setup:
             slots=1 + self.max_batch + self.snapshots,
             sharing=self.sharing,
         )
-        return PaperEngine(Scheduler(manager, self.max_batch, budget), self.draw, ahead=self.ahead)
+        scheduler = Scheduler(manager, self.max_batch, budget, stages=self.stages)
+        return PaperEngine(scheduler, self.draw, ahead=self.ahead)
 
     def draw(self, ids: tuple[int, ...]) -> int:
         drawn = random.Random(hash((self.seed, ids[-6:], len(ids) // 3)))
@@ -215,6 +224,7 @@ CHOICES = {
     "snapshots": [0, 1, 3, 8],
     "sharing": [True] * 9 + [False],
     "ahead": [True] * 4 + [False],
+    "stages": [1, 1, 1, 2, 3],
     "ends": [0, 5],
 }
 

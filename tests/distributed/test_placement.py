@@ -1,0 +1,69 @@
+"""Which layers each stage of a pipeline has."""
+
+import mlx.core as mx
+import pytest
+
+from mlxserve.config import EngineConfig
+from mlxserve.distributed.placement import Power, place_stages
+from mlxserve.errors import RequestError
+from mlxserve.opening import open_model
+from tests.support.model_dir import write_weights
+from tests.support.tiny import tiny_llama
+
+GIB = 2**30
+LAYERS = 12
+SIZES = {"num_hidden_layers": LAYERS, "vocab_size": 64, "tie_word_embeddings": True}
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory):
+    """Of twelve layers, beside which its embedding is small."""
+    path = write_weights(
+        tmp_path_factory.mktemp("placed") / "model", tiny_llama(**SIZES), dtype=mx.float32
+    )
+    return open_model(path, EngineConfig())
+
+
+def counts(opened, powers, tensor=1):
+    ranges = place_stages(opened, [Power(*power) for power in powers], tensor)
+    assert [i for some in ranges for i in some] == list(range(LAYERS))
+    return [len(some) for some in ranges]
+
+
+@pytest.mark.parametrize(("speeds", "expected"), [
+    ((100, 100), [6, 6]),
+    ((100, 90), [6, 6]),  # that may be noise
+    ((200, 100), [8, 4]),
+    ((100, 300, 200), [2, 6, 4]),
+])  # fmt: skip
+def test_faster_machines_have_more_layers(opened, speeds, expected):
+    assert counts(opened, [(GIB, speed) for speed in speeds]) == expected
+
+
+def test_a_stage_is_as_fast_as_its_slowest_rank(opened):
+    speeds = (100, 100, 300, 50)
+    assert counts(opened, [(GIB, speed) for speed in speeds], tensor=2) == [8, 4]
+
+
+def test_no_machine_has_more_than_its_memory_holds(opened):
+    layer = opened.weight_bytes() // LAYERS
+    assert counts(opened, [(100 * layer, 100), (4 * layer, 100)]) == [9, 3]
+
+
+def test_what_fits_nowhere_is_refused(opened):
+    little = opened.weight_bytes() // 4
+    with pytest.raises(RequestError, match="no division of them fits"):
+        counts(opened, [(little, 100), (little, 100)])
+
+
+def test_more_stages_than_layers_are_refused(opened):
+    with pytest.raises(RequestError, match=r"13 stages, and the model has 12 layers; use 12"):
+        counts(opened, [(GIB, 100)] * 13)
+
+
+def test_a_head_counts_as_layers_of_the_first_stage(tmp_path):
+    """Which reads it for each token that is drawn."""
+    sizes = SIZES | {"vocab_size": 4096}
+    path = write_weights(tmp_path / "model", tiny_llama(**sizes), dtype=mx.float32)
+    first, last = counts(open_model(path, EngineConfig()), [(GIB, 100)] * 2)
+    assert first < last
