@@ -196,7 +196,8 @@ class LLM:
         """Compute a prompt and keep what the model made of it in a file, for `load_cache`.
 
         Returns the tokens that it covers: all of them, or as many as fill whole pages of 64 where
-        pages are packed. Written as a whole or not at all. Raises RequestError for a prompt or a
+        pages are packed. Written as a whole or not at all; over several ranks it is the same file,
+        whose numbers may differ in their last bits. Raises RequestError for a prompt or a
         path that can't be used, CapacityError where memory or the disk has no room.
         """
         self._check_prefix_cache()
@@ -211,7 +212,7 @@ class LLM:
         made_with = self._fingerprint()
         source = self._engine.call(
             lambda core: transfer.source(
-                core.manager, core.storage, key, request.salt, ids, made_with
+                core.manager, core.whole, key, request.salt, ids, made_with
             )
         )
         try:
@@ -219,7 +220,7 @@ class LLM:
                 path,
                 source.header,
                 lambda name: self._engine.call(
-                    lambda core: transfer.tensor(core.storage, source, ids, name)
+                    lambda core: transfer.tensor(core.whole, source, ids, name)
                 ),
             )
         finally:
@@ -239,14 +240,12 @@ class LLM:
         cache_file.verify(saved)
         salt = Request(id="", prompt_ids=(), params=SamplingParams(), tenant=tenant).salt
         return self._engine.call(
-            lambda core: transfer.restore(core.manager, core.storage, saved.path, salt, saved)
+            lambda core: transfer.restore(core.manager, core.whole, saved.path, salt, saved)
         )
 
     def _check_prefix_cache(self) -> None:
         if not self._engine.config.prefix_cache:
             raise RequestError("prefix_cache is off, and saved prompts need it; leave it on")
-        if self._engine.peers.count:
-            raise RequestError("saved prompts aren't supported over several ranks; leave them out")
 
     def _fingerprint(self) -> dict[str, str]:
         """What a saved cache depends on."""

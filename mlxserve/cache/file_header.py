@@ -30,6 +30,7 @@ MAX_HEADER_BYTES = 4 << 20  # half a million pages
 MAX_DIMS = 8
 ALIGNMENT = 64
 CHECKSUM = np.dtype("<u4")
+SIDES = ("k", "v")
 PACKED = ("codes", "scales", "biases")
 
 # Name -> safetensors' word, and NumPy's type, which for bfloat16 is that of its bits.
@@ -243,7 +244,7 @@ def _check_ascending(what: str, numbers: Sequence[Any]) -> None:
 
 def _check_sides(parts: dict[str, Form], page_tokens: int) -> None:
     """Keys, and values of as many heads; each plain, or packed in arrays that fit together."""
-    sides = [_side(side, parts) for side in ("k", "v")]
+    sides = [_side(side, parts) for side in SIDES]
     heads = {form.shape[:1] for form in parts.values()}
     if list(parts) != sides[0] + sides[1] or not sides[0] or len(heads) != 1:
         raise ValueError(f"a page has parts {parts}, expected k and v, plain or packed")

@@ -14,7 +14,9 @@ from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from mlxserve.cache.file_header import PACKED, SIDES
 from mlxserve.cache.groups import LayerGroup
 from mlxserve.cache.spec import Latent, PagedSpec, State
 from mlxserve.kernels.append import append
@@ -65,14 +67,9 @@ class Storage:
 
     def _reset_layer(self, layer: int, spec: PagedSpec) -> None:
         group = self.group_of[layer]
-        bits = self.groups[group].bits
         hot = (self.capacity[0] * self.page_tokens, spec.heads, spec.dim)
-        pool = (self.capacity[1 + group], spec.heads, self.page_tokens, spec.dim)
-        sides = ("keys",) if isinstance(spec, Latent) else ("keys", "values")
-        self.hot[layer] = tuple(mx.zeros(hot, self.dtype) for _ in sides)
-        self.pool[layer] = tuple(
-            empty_pool(side, pool, self.dtype, getattr(bits, side)) for side in sides
-        )
+        self.pool[layer] = empty_pages(self.groups[group], self.capacity[1 + group], self.dtype)
+        self.hot[layer] = tuple(mx.zeros(hot, self.dtype) for _ in self.pool[layer])
 
     def prepare(self, plan: StepPlan) -> None:
         """Begin a step's copies, lazily; its seals come with each layer's next write."""
@@ -128,20 +125,38 @@ class Storage:
         for array, state in zip(self.states[layer], states, strict=True):
             array[slots] = state.astype(array.dtype)
 
-    def put_pages(self, layer: int, targets: Sequence[int], sides: PoolSides) -> None:
-        """Write whole pages to the pool's, with no step under way; not those for NO_PAGE."""
-        self._state = None
-        runs = _runs(targets)
-        for pool, given in zip(self.pool[layer], sides, strict=True):
-            for into, array in zip(arrays_of(pool), arrays_of(given), strict=True):
-                for first, page, n in runs:
-                    into[page : page + n] = array[first : first + n]
+    def get(self, layer: int, name: str, rows: Sequence[int]) -> np.ndarray:
+        """Pages of one of a layer's arrays, or slots of a state; bfloat16 as its bits, uint16.
 
-    def put_states(self, layer: int, slot: int, states: Sequence[mx.array]) -> None:
-        """Write one slot's states."""
-        if slot != NO_PAGE:
-            for array, state in zip(self.states[layer], states, strict=True):
-                array[slot] = state
+        name: `k`, `v.codes`, `state.0`, ..., as in a prompt-cache file (`file_header`).
+        """
+        found = self._array(layer, name)[mx.array([*rows], mx.int32)]
+        return np.array(found.view(mx.uint16) if found.dtype == mx.bfloat16 else found)
+
+    def put(self, layer: int, name: str, rows: Sequence[int], given: np.ndarray) -> None:
+        """Write such rows, with no step under way; not those for NO_PAGE.
+
+        Raises ValueError for numbers or rows of another form than the array's.
+        """
+        self._state = None
+        into, new = self._array(layer, name), mx.array(given)
+        if into.dtype == mx.bfloat16 and new.dtype == mx.uint16:
+            new = new.view(mx.bfloat16)
+        if new.dtype != into.dtype or new.shape != (len(rows), *into.shape[1:]):
+            raise ValueError(
+                f"{name} of layer {layer} is given as {new.dtype} {new.shape}, expected "
+                f"{len(rows)} of {into.dtype} {into.shape[1:]}"
+            )
+        for first, row, n in _runs(rows):
+            into[row : row + n] = new[first : first + n]
+        mx.eval(into)
+
+    def _array(self, layer: int, name: str) -> mx.array:
+        side, _, part = name.partition(".")
+        if side == "state":
+            return self.states[layer][int(part)]
+        arrays = arrays_of(self.pool[layer][SIDES.index(side)])
+        return arrays[PACKED.index(part) if part else 0]
 
     def short(self, *needed: int) -> bool:
         """Whether so many hot pages, pages of each group and slots need more than there are."""
@@ -200,6 +215,19 @@ class Storage:
 
     def _measure(self) -> None:
         self.nbytes = sum(array.nbytes for array in self.arrays())
+
+
+def empty_pages(group: LayerGroup, pages: int, dtype: mx.Dtype) -> PoolSides:
+    """A pool of so many pages for one of its layers, lazily; none for recurrent ones."""
+    match spec := group.spec:
+        case State():
+            return ()
+        case Latent():
+            sides = ("keys",)
+        case _:
+            sides = ("keys", "values")
+    shape = (pages, spec.heads, group.page_tokens, spec.dim)
+    return tuple(empty_pool(side, shape, dtype, getattr(group.bits, side)) for side in sides)
 
 
 def _runs(targets: Sequence[int]) -> list[tuple[int, int, int]]:

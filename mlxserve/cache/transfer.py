@@ -2,40 +2,56 @@
 
 from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from mlxserve.cache.file import SavedCache
-from mlxserve.cache.file_header import PACKED, Form, Group, Header, side_parts
+from mlxserve.cache.file import REBUILD, SavedCache
+from mlxserve.cache.file_header import SIDES, Form, Group, Header, side_parts
+from mlxserve.cache.groups import LayerGroup
 from mlxserve.cache.manager import CacheManager
-from mlxserve.cache.spec import State
-from mlxserve.cache.storage import Storage
-from mlxserve.errors import CapacityError, InvariantError
-from mlxserve.kernels.pages import PoolSides, arrays_of, dtype_name, pool_of
-from mlxserve.sequence import NO_PAGE
+from mlxserve.cache.spec import LayerSpec, State
+from mlxserve.cache.storage import empty_pages
+from mlxserve.errors import CapacityError, InvariantError, RequestError
+from mlxserve.kernels.pages import arrays_of, dtype_name
 
-SIDES = ("k", "v")
-COPY_THREADS = 2  # more than two don't copy faster from a file that the system has in memory
+
+class Pages(Protocol):
+    """The arrays of a whole cache: `Storage`, or those of several processes as if they were one.
+
+    groups: the manager's, in its order, with all layers and heads of the model.
+    """
+
+    page_tokens: int
+    dtype: mx.Dtype
+    groups: list[LayerGroup]
+    specs: dict[int, LayerSpec]
+
+    def get(self, layer: int, name: str, rows: Seq[int]) -> np.ndarray: ...
+
+    def put(self, layer: int, name: str, rows: Seq[int], given: np.ndarray) -> None: ...
+
+    def short(self, *needed: int) -> bool: ...
+
+    def grow(self, *needed: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """A prefix that is kept while it is written to a file.
 
-    pages: of each paged group; slot: of the states at its end, or NO_PAGE.
+    rows: of each layer's arrays: its pages, or the slot of its states at the prefix's end.
     """
 
     header: Header
-    pages: tuple[tuple[int, ...], ...]
-    slot: int
+    rows: dict[int, tuple[int, ...]]
 
 
 def source(
     manager: CacheManager,
-    storage: Storage,
+    cache: Pages,
     key: Hashable,
     salt: Hashable,
     ids: Seq[int],
@@ -50,72 +66,59 @@ def source(
     if not nodes:
         raise CapacityError(
             f"nothing of the {len(ids)} tokens is left in the cache; it keeps whole pages of "
-            f"{storage.page_tokens} tokens, and needs room for them"
+            f"{cache.page_tokens} tokens, and needs room for them"
         )
-    groups, pages = [], []
-    for index, group in enumerate(manager.groups):
-        numbers = manager.shared.needed_pages(index, tokens)
-        pages.append(tuple(nodes[number].pages[index] for number in numbers))
-        if numbers:
-            parts = _page_parts(storage.pool[group.layers[0]])
-            groups.append(Group(group.layers, tuple(numbers), parts))
-    slot = nodes[-1].snapshot if manager.recurrent else NO_PAGE
-    for layer, spec in storage.specs.items():
-        if isinstance(spec, State):
-            shapes = enumerate(spec.shapes)
-            parts = {f"state.{j}": Form("float32", shape) for j, shape in shapes}
-            groups.append(Group((layer,), None, parts))
-    header = Header(dict(fingerprint), tokens, storage.page_tokens, tuple(groups))
-    return Source(header, tuple(pages), slot)
+    index_of = {group.layers: index for index, group in enumerate(cache.groups)}
+    groups, rows = _groups(manager, cache, tokens), {}
+    for group in groups:
+        if group.pages is None:
+            found = (nodes[-1].snapshot,)
+        else:
+            index = index_of[group.layers]
+            found = tuple(nodes[number].pages[index] for number in group.pages)
+        rows |= dict.fromkeys(group.layers, found)
+    return Source(Header(dict(fingerprint), tokens, cache.page_tokens, groups), rows)
 
 
-def tensor(storage: Storage, source: Source, ids: Seq[int], name: str) -> np.ndarray:
+def tensor(cache: Pages, source: Source, ids: Seq[int], name: str) -> np.ndarray:
     """One tensor of the file, by its name in the header; bfloat16 as its bits."""
+    header = source.header
     if name == "tokens":
-        return np.array(ids[: source.header.tokens], np.int32)
-    _, number, part, *rest = name.split(".")
+        return np.array(ids[: header.tokens], np.int32)
+    _, number, part = name.split(".", 2)
     layer = int(number)
-    if part == "state":
-        return np.array(storage.states[layer][int(rest[0])][source.slot])
-    side = storage.pool[layer][SIDES.index(part)]
-    array = arrays_of(side)[PACKED.index(rest[0]) if rest else 0]
-    group = storage.group_of[layer]
-    found = array[mx.array(source.pages[group], mx.int32)]
-    copied = np.array(found.view(mx.uint16) if found.dtype == mx.bfloat16 else found)
-    used = source.header.tokens % source.header.page_tokens
-    pages = -(-source.header.tokens // source.header.page_tokens)
-    numbers = next(g.pages for g in source.header.groups if layer in g.layers)
-    if used and not rest and numbers is not None and numbers[-1] == pages - 1:
-        copied[-1, :, used:] = 0  # what others left there
-    return copied
+    found = cache.get(layer, part, source.rows[layer])
+    numbers = next(group.pages for group in header.groups if layer in group.layers)
+    if numbers is None:
+        return found[0]
+    last_page, used = divmod(header.tokens, header.page_tokens)
+    if used and part in SIDES and numbers[-1] == last_page:
+        found[-1, :, used:] = 0  # what others left there
+    return found
 
 
 def restore(
-    manager: CacheManager, storage: Storage, key: Hashable, salt: Hashable, saved: SavedCache
+    manager: CacheManager, cache: Pages, key: Hashable, salt: Hashable, saved: SavedCache
 ) -> int:
     """Put a file's pages into the cache, pinned under `key`. Returns the tokens that are there.
 
-    No step may be under way. Raises CapacityError if they don't fit.
+    No step may be under way. Raises RequestError for a file of a cache of another form, and
+    CapacityError if the pages don't fit.
     """
     ids = saved.tokens.tolist()
+    if saved.header.groups != _groups(manager, cache, len(ids)):
+        raise RequestError(f"{saved.path}: its pages aren't of the form of this cache's; {REBUILD}")
     placed = manager.shared.restore(salt, ids, snapshot=manager.recurrent)
-    pools = [pool.used for pool in manager.pools]
-    if storage.short(manager.hot.used, *pools, manager.states.used):
-        storage.grow(manager.hot.used, *pools, manager.states.used)
-    targets = {
-        group.layers: pages for group, pages in zip(manager.groups, placed.pages, strict=True)
-    }
-    names = [name for name in saved.layout.entries if name.startswith("layers.")]
-    with ThreadPoolExecutor(COPY_THREADS) as pool:
-        arrays = dict(zip(names, pool.map(lambda name: _mapped(saved, name), names), strict=True))
+    needed = manager.hot.used, *(pool.used for pool in manager.pools), manager.states.used
+    if cache.short(*needed):
+        cache.grow(*needed)
+    pages = {group.layers: rows for group, rows in zip(cache.groups, placed.pages, strict=True)}
     for group in saved.header.groups:
+        rows = [placed.slot] if group.pages is None else pages[group.layers]
         for layer in group.layers:
-            mine = {part: arrays.pop(f"layers.{layer}.{part}") for part in group.parts}
-            if group.pages is None:
-                storage.put_states(layer, placed.slot, list(mine.values()))
-            else:
-                storage.put_pages(layer, targets[group.layers], _sides(mine))
-    mx.eval(storage.arrays())
+            for part in group.parts:
+                found = saved.tensor(f"layers.{layer}.{part}")
+                cache.put(layer, part, rows, found[None] if group.pages is None else found)
     manager.end_plan(())  # they are written: no step has to do it
     manager.begin_plan(())
     tokens = manager.pin(key, salt, ids, float("inf"))
@@ -124,30 +127,28 @@ def restore(
     return tokens
 
 
-def _page_parts(sides: PoolSides) -> dict[str, Form]:
-    """Of one page of a layer."""
+def _groups(manager: CacheManager, cache: Pages, tokens: int) -> tuple[Group, ...]:
+    """What is needed of each layer to go on after so many tokens."""
+    groups = []
+    for index, group in enumerate(cache.groups):
+        if numbers := manager.shared.needed_pages(index, tokens):
+            groups.append(Group(group.layers, tuple(numbers), page_parts(group, cache.dtype)))
+    for layer, spec in cache.specs.items():
+        if isinstance(spec, State):
+            shapes = enumerate(spec.shapes)
+            parts = {f"state.{j}": Form("float32", shape) for j, shape in shapes}
+            groups.append(Group((layer,), None, parts))
+    return tuple(groups)
+
+
+def page_parts(group: LayerGroup, dtype: mx.Dtype) -> dict[str, Form]:
+    """The arrays of one page of a layer, by name. dtype: of what isn't packed."""
     parts = {}
-    for name, side in zip(SIDES, sides, strict=False):
+    for name, side in zip(SIDES, empty_pages(group, 1, dtype), strict=False):
         arrays = arrays_of(side)
         names = side_parts(name, packed=len(arrays) > 1)
-        parts |= {n: _form(array) for n, array in zip(names, arrays, strict=True)}
+        parts |= {
+            part: Form(dtype_name(array.dtype), tuple(array.shape[1:]))
+            for part, array in zip(names, arrays, strict=True)
+        }
     return parts
-
-
-def _form(pages: mx.array) -> Form:
-    return Form(dtype_name(pages.dtype), tuple(pages.shape[1:]))
-
-
-def _mapped(saved: SavedCache, name: str) -> mx.array:
-    array = mx.array(saved.tensor(name))
-    form = saved.layout.entries[name].form
-    return array.view(mx.bfloat16) if form.dtype == "bfloat16" else array
-
-
-def _sides(parts: Mapping[str, mx.array]) -> PoolSides:
-    """A layer's keys and values, of arrays by the names of their parts."""
-    sides = []
-    for name in SIDES:
-        if arrays := [array for part, array in parts.items() if part.split(".")[0] == name]:
-            sides.append(pool_of(arrays))
-    return tuple(sides)

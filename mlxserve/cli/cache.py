@@ -45,18 +45,20 @@ def build(
     --max-kv-size, on a machine with the same kernels.
     """
     terminal.end_on_broken_pipe()
+    from mlxserve.cli import models
+
     system = options.check_system(system, raw=raw)
+    model = terminal.check_text("--model", model)
+    models.follow_if_told(model, engine)
     name = terminal.check_text("--prompt-file", prompt_file)
     text = terminal.read_text("--prompt-file", name)
     # A message from a file should read like the same words after `generate --prompt`.
     text = text if raw else text.removesuffix("\n")
     if not text:
         raise RequestError(f"{name} is empty; give --prompt-file some text")
-    model = terminal.check_text("--model", model)
     path = Path(terminal.check_text("--out", out))
 
     from mlxserve.cache import file
-    from mlxserve.cli import models
 
     file.check_target(path)
     with models.load(model, engine, quiet=quiet) as llm:

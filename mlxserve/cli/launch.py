@@ -16,14 +16,19 @@ Examples:
   mlxserve launch -n 2 -- serve --port 8000
   mlxserve launch -n 2 -- generate --prompt 'Why is the sky blue?'
 """
-COMMANDS = ("serve", "generate")
+COMMANDS = ("serve", "generate", "cache build")
 STEADY_S = 300  # after so long a next failure counts as the first
 REFUSED = 2  # the exit code of a command that can't be done
 
 
+def _one_of(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
 def launch(
     command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND...", help="serve or generate, with options.")
+        list[str],
+        typer.Argument(metavar="-- COMMAND...", help=f"{_one_of(COMMANDS)}, with options."),
     ],
     n: Annotated[
         int,
@@ -37,11 +42,10 @@ def launch(
     """
     from mlxserve.distributed.launch import launch_here
 
-    if command[0] not in COMMANDS:
-        raise RequestError(
-            f"launch runs {' or '.join(COMMANDS)}, not {command[0]}; write it after --"
-        )
-    if command[0] == "generate" or {"--help", "-h"} & {*command}:
+    name = " ".join(command[: 2 if command[0] == "cache" else 1])
+    if name not in COMMANDS:
+        raise RequestError(f"launch runs {_one_of(COMMANDS)}, not {name}; write it after --")
+    if name != "serve" or {"--help", "-h"} & {*command}:
         raise typer.Exit(launch_here(n, command).code)
     raise typer.Exit(_serve(n, command))
 

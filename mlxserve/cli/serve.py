@@ -160,6 +160,9 @@ def serve(
     engine |= {"prefix_cache": not no_prefix_cache, "max_batch": max_batch, "max_queue": max_queue}
     engine |= {"policy": policy, "target_itl_ms": target_itl_ms}
     EngineConfig(**engine)
+    from mlxserve.cli import models
+
+    models.follow_if_told(name, engine)  # what follows is rank 0's alone, files too
     _check_options(served_name, max_body_mb, grace, tool_format, reasoning_format)
     saved = options.saved_prompt(prompt_cache, prefix_cache=not no_prefix_cache)
     given = {
@@ -210,7 +213,6 @@ def _serve(
         logging.getLogger(noisy).setLevel(logging.ERROR)
     from mlxserve.cli import models
 
-    models.follow_if_told(name, engine)
     with run.bind(settings) as at, models.load(name, engine, quiet=quiet) as llm:
         if saved is not None:
             for tenant in tenant_names(settings.api_keys):  # none shares with another

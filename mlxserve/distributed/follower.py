@@ -2,7 +2,6 @@
 
 import logging
 import os
-import queue
 import socket
 import time
 from collections import deque
@@ -13,12 +12,14 @@ import mlx.core as mx
 from mlxserve import device
 from mlxserve.cache.storage import Storage
 from mlxserve.config import Placement
+from mlxserve.distributed import saved
 from mlxserve.distributed.group import Ranks, divided
 from mlxserve.distributed.link import LOST_EXIT, Link, read, write
 from mlxserve.distributed.messages import (
     Finish,
+    Get,
     Hello,
-    Message,
+    Put,
     Refusal,
     Resize,
     Sizes,
@@ -71,7 +72,7 @@ def follow(placement: Placement, open_model: Callable[[], Opened]) -> None:
         slots=agreed.slots,
     )
     with device.wired_memory():
-        _Follower(model, storage, group, stage).run(link.received)
+        _Follower(model, storage, group, stage).run(link)
     link.close()
 
 
@@ -83,9 +84,9 @@ class _Follower:
         self._under_way: list[mx.array] = []
         self._unfinished: deque[tuple[Step, Passed]] = deque()
 
-    def run(self, messages: "queue.SimpleQueue[Message]") -> None:
+    def run(self, link: Link) -> None:
         while True:
-            match messages.get():
+            match link.received.get():
                 case Step() as step if step.rows:
                     self._step(step)
                 case Step() as copies:
@@ -98,6 +99,9 @@ class _Follower:
                     self._wait()
                     resize = self._storage.shrink if shrink else self._storage.grow
                     resize(*needed)
+                case Get() | Put() as asked:
+                    self._wait()
+                    link.send(saved.answer(self._storage, asked))
                 case Stop():
                     return
                 case message:
@@ -113,8 +117,9 @@ class _Follower:
             ids = mx.array(step.ids, mx.int32)
         passed = self._forward.run(ids, plan, read=bool(step.reads))
         self._wait()
-        self._under_way = [*(passed.ahead or _outputs(passed))]
-        mx.async_eval(*self._under_way, *self._storage.written())
+        outputs = passed.ahead or _outputs(passed)
+        mx.async_eval(*outputs, *self._storage.written())
+        self._under_way = [*(passed.ahead[:1] or outputs)]  # not until the next stage has it
         if not passed.ahead:
             self._read(step, passed)
         elif passed.hidden is not None:
@@ -137,8 +142,8 @@ class _Follower:
             self._under_way = []
 
 
-def _outputs(passed: Passed) -> list[mx.array]:
-    return [x for x in (passed.logits, passed.hidden) if x is not None]
+def _outputs(passed: Passed) -> tuple[mx.array, ...]:
+    return tuple(x for x in (passed.logits, passed.hidden) if x is not None)
 
 
 def _meet(

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import mlx.core as mx
 import msgspec
 
+from mlxserve.cache.groups import LayerGroup
+from mlxserve.cache.storage import Storage
+from mlxserve.cache.transfer import Pages
 from mlxserve.config import Placement
 from mlxserve.config import placement as placement_here
 from mlxserve.distributed.group import Pipe, Ranks, divided
@@ -27,6 +30,7 @@ from mlxserve.distributed.messages import (
     Welcome,
 )
 from mlxserve.distributed.placement import place_stages, power
+from mlxserve.distributed.saved import WholeCache
 from mlxserve.errors import ModelError, PeerLost, RequestError
 from mlxserve.memory import CachePlan
 from mlxserve.models.tensor_parallel import Shard
@@ -40,14 +44,19 @@ LAST_WORDS_S = 4.0  # for the engine to end by itself, where it isn't stuck in a
 
 
 class Leader:
-    """See `engine.peers.Peers`. Made by `lead`. links: to rank 1, 2 and so on."""
+    """See `engine.peers.Peers`. Made by `lead`.
+
+    links: to rank 1, 2 and so on. shard: what this rank has of the model; None: all of it.
+    """
 
     def __init__(self, placement: Placement) -> None:
         self.count = placement.size - 1
         self.stages = placement.stages
         self.stage: Pipe | None = None
         self.on_lost: Callable[[str], None] = lambda reason: None
+        self.shard: Shard | None = None
         self._placement = placement
+        self._layers: list[range | None] = [None] * placement.size
         self._links: list[Link] = []
         self._over = threading.Event()
         self._loss: str | None = None
@@ -59,7 +68,7 @@ class Leader:
         comes twice or differs, and RequestError where layers can't be placed on them.
         """
         arrived = _arrivals(self._placement, opened.facts())
-        layers = _layers(self._placement, opened, arrived)
+        self._layers = layers = _layers(self._placement, opened, arrived)
         for rank, (connection, hello) in sorted(arrived.items()):
             some = layers[rank]
             write(connection, Welcome(None if some is None else (some.start, len(some))))
@@ -102,6 +111,17 @@ class Leader:
     def resize(self, needed: Sequence[int], *, shrink: bool = False) -> None:
         self._tell(Resize(list(needed), shrink))
 
+    def whole(self, storage: Storage, groups: Sequence[LayerGroup]) -> Pages:
+        if self.shard is None:
+            return storage
+        heads, tensor = self.shard.all_kv_heads, self._placement.tensor
+
+        def kept(rank: int, layer: int) -> range:
+            here = self._layers[rank]
+            return heads[rank % tensor] if here is None or layer in here else range(0)
+
+        return WholeCache(storage, groups, self.count + 1, kept, self._ask, self.resize)
+
     def cause(self, error: Exception) -> Exception:
         # The collective may fail before the link does.
         end_s = time.monotonic() + CAUSE_S
@@ -120,8 +140,14 @@ class Leader:
         for link in self._links:
             link.send(message)
 
+    def _ask(self, rank: int, message: Message) -> Message:
+        """Have one rank do something, and wait for its answer."""
+        link = self._links[rank - 1]
+        link.send(message)
+        return self._next(link)
+
     def _next(self, link: Link) -> Message:
-        """What a rank says next; it may be loading its model."""
+        """What a rank says next; it may be loading its model. Raises PeerLost."""
         while self._loss is None:
             with contextlib.suppress(queue.Empty):
                 return link.received.get(timeout=0.2)
@@ -153,7 +179,8 @@ def lead(opened: Opened) -> tuple[Leader | None, Shard | None]:
         )
     leader = Leader(placement)
     try:
-        return leader, leader.meet(opened)
+        leader.shard = leader.meet(opened)
+        return leader, leader.shard
     except BaseException:
         leader.close()
         raise

@@ -1,8 +1,9 @@
-"""What ranks tell each other beside tensors: integers and words, as msgpack."""
+"""What ranks tell each other beside a step's tensors: integers, words and pages, as msgpack."""
 
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
 
 from mlxserve.distributed.placement import Power
 from mlxserve.memory import CachePlan
@@ -113,6 +114,43 @@ class Resize(msgspec.Struct, tag=True, frozen=True):
     shrink: bool = False
 
 
+class Rows(msgspec.Struct, tag=True, frozen=True):
+    """Pages of one of a layer's arrays. dtype: NumPy's name; data: row by row, low bytes first."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> "Rows":
+        return cls(array.dtype.name, array.shape, array.tobytes())
+
+    def array(self) -> np.ndarray:
+        """Read-only. Raises ValueError where its parts don't fit together."""
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+class Get(msgspec.Struct, tag=True, frozen=True):
+    """`Storage.get`; `Rows` are the answer."""
+
+    layer: int
+    name: str
+    rows: list[int]
+
+
+class Put(msgspec.Struct, tag=True, frozen=True):
+    """`Storage.put`; `Done` is the answer."""
+
+    layer: int
+    name: str
+    rows: list[int]
+    given: Rows
+
+
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """What was asked is done."""
+
+
 class Ping(msgspec.Struct, tag=True, frozen=True):
     """A sign of life."""
 
@@ -121,7 +159,8 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
     """The group is closed; nothing went wrong."""
 
 
-Message = Hello | Refusal | Welcome | Sizes | Step | Finish | Resize | Ping | Stop
+Told = Step | Finish | Resize | Get | Put | Stop  # by rank 0, while it computes
+Message = Hello | Refusal | Welcome | Sizes | Told | Rows | Done | Ping
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Message).decode
 

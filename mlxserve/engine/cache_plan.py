@@ -1,5 +1,6 @@
 """From a model's layers, the settings and the memory there is to the shape of the cache."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from mlxserve.cache.spec import (
     side_bytes,
     state_bytes,
 )
+from mlxserve.cache.transfer import Pages
 from mlxserve.config import EngineConfig
 from mlxserve.kernels import attention, matmul, registry
 from mlxserve.kernels.metal.launch import runner
@@ -162,12 +164,13 @@ def free_bytes(config: EngineConfig) -> int:
     return (config.memory_limit_bytes or device_limit_bytes()) - mx.get_active_memory()
 
 
-def fingerprint(
-    groups: Sequence[LayerGroup], dtype: mx.Dtype, config: EngineConfig
-) -> dict[str, str]:
-    """What a cache's numbers depend on, beside the model: for the file of a saved one."""
-    layers = "; ".join(f"{len(g.layers)} x {g.spec}" for g in groups)
-    bits = next((g.bits for g in groups if g.bits), None)
+def fingerprint(cache: Pages, config: EngineConfig) -> dict[str, str]:
+    """What a cache's numbers depend on, beside the model: for the file of a saved one.
+
+    How many processes compute it isn't among them: that moves numbers by their last bits alone.
+    """
+    layers = "; ".join(f"{n} x {spec}" for spec, n in Counter(cache.specs.values()).items())
+    bits = next((group.bits for group in cache.groups if group.bits), None)
     choices = {choice.op: choice.implementation for choice in registry.report()}
     kinds = set(choices.values())
     named = ",".join(f"{op}={name}" for op, name in sorted(choices.items()))
@@ -175,9 +178,9 @@ def fingerprint(
     if config.deterministic and runner() is not None:  # elsewhere that changes no kernel
         kernels += ", deterministic"
     return {
-        "dtype": dtype_name(dtype),
+        "dtype": dtype_name(cache.dtype),
         "kv_bits": f"{bits.keys or 'plain'}/{bits.values or 'plain'}" if bits else "plain",
-        "page_tokens": str(groups[0].page_tokens),
+        "page_tokens": str(cache.page_tokens),
         "layers": layers,
         "kernels": kernels,
     }

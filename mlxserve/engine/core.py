@@ -112,6 +112,8 @@ class Core:
         pools = tuple(min(n, pool_pages or n) for n in plan.pool_pages)
         sizes: Any = {"hot_pages": plan.hot_pages, "pool_pages": pools, "slots": plan.slots}
         self.storage = Storage(groups, dtype, **sizes)
+        every = cache_plan.cache_groups(model.layer_specs(), config, page_tokens)
+        self.whole = self.peers.whole(self.storage, every)
         self.manager = CacheManager(groups, sharing=config.prefix_cache, **sizes)
         self.scheduler = Scheduler(
             self.manager,
@@ -130,7 +132,7 @@ class Core:
         self.open: dict[str, tuple[Seq, TokenSink]] = {}
         self.stats = EngineStats()
         context = min(model.context_tokens, self.manager.tokens_at_most())
-        fingerprint = cache_plan.fingerprint(groups, dtype, config)
+        fingerprint = cache_plan.fingerprint(self.whole, config)
         self.info = EngineInfo(model.vocab_size, context, fingerprint)
 
     @property

@@ -10,6 +10,9 @@ from typing import Protocol
 
 import mlx.core as mx
 
+from mlxserve.cache.groups import LayerGroup
+from mlxserve.cache.storage import Storage
+from mlxserve.cache.transfer import Pages
 from mlxserve.memory import CachePlan
 from mlxserve.sequence import StepPlan
 
@@ -72,6 +75,13 @@ class Peers(Protocol):
         """`Storage.grow`, or `shrink`."""
         ...
 
+    def whole(self, storage: Storage, groups: Sequence[LayerGroup]) -> Pages:
+        """The cache of all of them, for saved prompts.
+
+        storage: this process's part; groups: of all layers of the model.
+        """
+        ...
+
     def cause(self, error: Exception) -> Exception:
         """Of a step that failed with `error`: that a peer is lost, or that error itself."""
         ...
@@ -105,6 +115,9 @@ class NoPeers:
 
     def resize(self, needed: Sequence[int], *, shrink: bool = False) -> None:
         pass
+
+    def whole(self, storage: Storage, groups: Sequence[LayerGroup]) -> Pages:
+        return storage
 
     def cause(self, error: Exception) -> Exception:
         return error

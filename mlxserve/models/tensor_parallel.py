@@ -50,8 +50,8 @@ CUTS: dict[str, Cut] = {
 class Shard:
     """What one rank holds of a model.
 
-    group: the ranks that share the matrices of its layers; vocabulary_widths: of these, in their
-    order. first, last: whether the model's first and last layer are among them.
+    group: the ranks that share the matrices of its layers; all_kv_heads, vocabulary_widths: of
+    these, in their order. first, last: whether the model's first and last layer are among them.
     """
 
     group: Group
@@ -64,6 +64,7 @@ class Shard:
     inner: range
     vocabulary: range
     vocabulary_widths: tuple[int, ...]
+    all_kv_heads: tuple[range, ...]
 
     def region(self, name: str, shape: Shape) -> tuple[range, ...] | None:
         """The part of a checkpoint's tensor, a range for each axis; None: nothing of it.
@@ -133,6 +134,7 @@ def shard_of(
         inner[group.rank],
         vocabulary[group.rank],
         tuple(len(ids) for ids in vocabulary),
+        tuple(kv_heads for _, kv_heads in heads),
     )
 
 

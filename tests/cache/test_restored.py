@@ -1,11 +1,14 @@
 """A file is of one kind of cache, and refused by all others; what it holds, the matrix proves."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mlxserve.cache import file
 from mlxserve.errors import RequestError
 from mlxserve.kernels import registry
+from tests.cache.saved import small_tensors
 from tests.support.caches import KINDS, Asked, Run, solo
 
 P = 4
@@ -61,6 +64,23 @@ def test_what_came_from_a_file_stays_while_others_pass(tmp_path):
     assert run.alone(Asked((*LONG.ids[: 2 * P], 1), 2, "greedy")).cached == 2 * P
 
 
+def test_a_file_whose_pages_are_not_what_it_was_made_with_is_refused(tmp_path):
+    """It says that it is of this cache, and its pages have two heads for each that there is."""
+    path = tmp_path / "prompt.st"
+    saved(path, 2 * P)
+    header = file.read(path).header
+    (group,) = header.groups
+    wider = {
+        name: replace(x, shape=(2 * x.shape[0], *x.shape[1:])) for name, x in group.parts.items()
+    }
+    changed = replace(header, groups=(replace(group, parts=wider),))
+    file.write(path, changed, small_tensors(changed))
+    run = Run("full", P)
+    with pytest.raises(RequestError, match="its pages aren't of the form of this cache's; build"):
+        run.load(path)
+    assert run.core.manager.tree.roots == {}
+
+
 recorded = pytest.mark.skipif(
     registry.recorder() is None, reason="only on machines with native kernels: nothing is recorded"
 )
@@ -105,5 +125,6 @@ def every_rule(path: Path) -> None:
     """All but the first of these tests, for those that ask whether a mutant would be seen."""
     test_a_long_prompt_finds_room_in_a_new_engine(path)
     test_what_came_from_a_file_stays_while_others_pass(path)
+    test_a_file_whose_pages_are_not_what_it_was_made_with_is_refused(path)
     test_a_recorded_step_reads_what_a_file_brought(path)
     test_a_recorded_step_reads_the_part_of_a_page_that_was_copied_for_it()

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxserve.cache.groups import group_layers
@@ -27,10 +28,25 @@ def test_of_a_files_pages_each_goes_to_its_own_place_or_nowhere():
     storage = Storage(
         group_layers([FullKV(1, 4)], page_tokens=4), mx.float32, hot_pages=1, pool_pages=(PAGES,)
     )
-    keys = mx.broadcast_to(mx.arange(1, 7)[:, None, None, None], (6, 1, 4, 4))
-    storage.put_pages(0, [3, NO_PAGE, 4, NO_PAGE, 0, 1], (keys, keys * 10))
-    for side, times in zip(storage.pool[0], (1, 10), strict=True):
-        assert side[:, 0, 0, 0].tolist() == [5 * times, 6 * times, 0, times, 3 * times, 0, 0, 0]
+    keys = np.broadcast_to(np.arange(1, 7, dtype=np.float32)[:, None, None, None], (6, 1, 4, 4))
+    for name, times in (("k", 1), ("v", 10)):
+        storage.put(0, name, [3, NO_PAGE, 4, NO_PAGE, 0, 1], keys * times)
+        found = storage.get(0, name, range(PAGES))
+        assert found[:, 0, 0, 0].tolist() == [5 * times, 6 * times, 0, times, 3 * times, 0, 0, 0]
+
+
+@pytest.mark.parametrize("given", [
+    np.zeros((1, 1, 4, 4), np.float32), np.zeros((2, 1, 4, 1), np.float32),
+    np.zeros((2, 1, 4, 4), np.uint16), np.zeros((2, 1, 4, 4), np.float16),
+], ids=lambda given: f"{given.dtype} {given.shape}")  # fmt: skip
+def test_pages_of_another_form_are_refused(given):
+    """MLX would cast them, or write one number everywhere."""
+    storage = Storage(
+        group_layers([FullKV(1, 4)], page_tokens=4), mx.float32, hot_pages=1, pool_pages=(PAGES,)
+    )
+    with pytest.raises(ValueError, match="k of layer 0 is given as "):
+        storage.put(0, "k", [3, 4], given)
+    assert not storage.get(0, "k", [3, 4]).any()
 
 
 def write(storage: Storage) -> None:
@@ -43,8 +59,9 @@ def load(storage: Storage) -> None:
 
 
 def put(storage: Storage) -> None:
-    page = mx.ones((1, 8, 64, 64))
-    storage.put_pages(0, [2], (page, page))
+    page = np.ones((1, 8, 64, 64), np.float32)
+    storage.put(0, "k", [2], page)
+    storage.put(0, "v", [2], page)
 
 
 def grow(storage: Storage) -> None:

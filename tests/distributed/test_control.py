@@ -16,7 +16,17 @@ from mlxserve.cache.storage import Storage
 from mlxserve.config import Placement
 from mlxserve.distributed import follower, leader
 from mlxserve.distributed.link import MAX_MESSAGE_BYTES, Link, read, write
-from mlxserve.distributed.messages import Hello, Ping, Resize, Sizes, Step, Stop, decode, encode
+from mlxserve.distributed.messages import (
+    Get,
+    Hello,
+    Ping,
+    Resize,
+    Sizes,
+    Step,
+    Stop,
+    decode,
+    encode,
+)
 from mlxserve.errors import ModelError, PeerLost
 from mlxserve.memory import CachePlan
 from mlxserve.sequence import NO_PAGE, Chunk, Load, Seal, StepPlan
@@ -254,3 +264,22 @@ def test_pages_are_those_that_all_have_memory_for(sockets):
         pass
     assert told == Sizes(20, (90, 100), 4)
     first.close()
+
+
+def test_one_that_hangs_up_while_it_is_asked_is_named(sockets):
+    first = leader.Leader(
+        Placement(rank=0, size=2, control=("127.0.0.1", 1), key="k", start_timeout_s=1)
+    )
+    first._links.append(Link(sockets[0], "rank 1", WAIT_S, first._on_loss))
+    asked = Get(3, "v.codes", [1, 2])
+
+    def hang_up():
+        assert read(sockets[1]) == asked
+        sockets[1].close()
+
+    threading.Thread(target=hang_up, daemon=True).start()
+    try:
+        with pytest.raises(PeerLost, match="rank 1 is lost: it closed the connection"):
+            first._ask(1, asked)
+    finally:
+        first.close()  # or it would end this process

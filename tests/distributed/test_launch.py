@@ -176,7 +176,8 @@ def test_what_is_wrong_with_the_command_ends_it_at_once(models, env):
 
 @pytest.mark.parametrize(("args", "message"), [
     (["launch", "-n", "0", "--", "serve"], "0 ranks; give a number from 1 to 16"),
-    (["launch", "-n", "2", "--", "chat"], "launch runs serve or generate, not chat"),
+    (["launch", "-n", "2", "--", "chat"], "launch runs serve, generate or cache build, not chat"),
+    (["launch", "-n", "2", "--", "cache", "verify"], "not cache verify; write it after --"),
     (["launch", "-n", "x", "--", "serve"], "'x'"),
 ])  # fmt: skip
 def test_what_cannot_be_launched_is_refused(env, args, message):
@@ -190,17 +191,3 @@ def test_a_model_that_is_not_there_ends_all_ranks(env, tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, timeout=TIMEOUT_S)
     assert done.returncode == 2
     assert "none" in done.stderr.decode()
-
-
-def test_saved_prompts_are_refused_by_name(models, env, tmp_path):
-    saved, text = tmp_path / "saved.safetensors", tmp_path / "text"
-    model = str(models["llama"])
-    text.write_text("x" * 200)
-    build = [*PROGRAM, "cache", "build", "--model", model, "--prompt-file", str(text)]
-    build += ["--out", str(saved)]
-    made = subprocess.run(build, env=env, capture_output=True, timeout=TIMEOUT_S)
-    assert made.returncode == 0, made.stderr
-    command = [*LAUNCH, "2", "--", "generate", "--model", model, "-p", "x", "--prompt-cache"]
-    done = subprocess.run([*command, str(saved)], env=env, capture_output=True, timeout=TIMEOUT_S)
-    assert done.returncode == 2
-    assert "saved prompts aren't supported over several ranks" in done.stderr.decode()

@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 
 import mlxserve
+from mlxserve.cache.storage import Storage
 from mlxserve.config import EngineConfig
 from mlxserve.engine import cache_plan
 from mlxserve.errors import RequestError
@@ -162,7 +163,8 @@ def test_a_saved_prompt_says_so_where_kernels_differ_by_it(monkeypatch):
     def kernels(deterministic):
         config = EngineConfig(deterministic=deterministic)
         groups = cache_plan.cache_groups(build(tiny_llama().config).layer_specs(), config)
-        return cache_plan.fingerprint(groups, mx.bfloat16, config)["kernels"]
+        cache = Storage(groups, mx.bfloat16, hot_pages=1, pool_pages=(1,))
+        return cache_plan.fingerprint(cache, config)["kernels"]
 
     assert kernels(True) == kernels(False)
     gpu(monkeypatch)

@@ -188,8 +188,8 @@ class Run:
     def save(self, path: Path, ids: Ids) -> int:
         """What is cached of a prompt into a file, as LLM.save_cache does. Returns its tokens."""
         core, salt = self.core, _salt()
-        source = transfer.source(core.manager, core.storage, path, salt, ids, core.info.fingerprint)
-        tensor = partial(transfer.tensor, core.storage, source, ids)
+        source = transfer.source(core.manager, core.whole, path, salt, ids, core.info.fingerprint)
+        tensor = partial(transfer.tensor, core.whole, source, ids)
         file.write(path, source.header, tensor)
         core.manager.shared.unpin(path)
         self.core.check_integrity()
@@ -200,7 +200,7 @@ class Run:
         core, saved = self.core, file.read(path)
         file.check_fingerprint(saved, core.info.fingerprint)
         file.verify(saved)
-        tokens = transfer.restore(core.manager, core.storage, path, _salt(), saved)
+        tokens = transfer.restore(core.manager, core.whole, path, _salt(), saved)
         core.check_integrity()
         return tokens
 

@@ -165,8 +165,8 @@ class Setup:
     """A cache and a scheduler over it.
 
     window: so many pages, and so many tokens more. pages: of a pool that no window bounds. tokens:
-    of a step, over `max_batch`; stages: of the pipeline that computes steps; snapshots: slots over those of running sequences; ends: of a
-    hundred tokens, those after which an answer ends.
+    of a step, over `max_batch`; stages: of the pipeline that computes steps; snapshots: slots over
+    those of running sequences; ends: of a hundred tokens, those after which an answer ends.
     """
 
     layers: str
