@@ -35,9 +35,7 @@ class Opened:
     def facts(self) -> dict[str, str]:
         """What all ranks that compute this model must have alike, by name."""
         return {
-            "mlxserve": version("mlxserve"),
-            "mlx": version("mlx"),
-            "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+            **versions(),
             "model": fingerprint.model(self.path),
             "settings": repr(self.config),
         }
@@ -78,6 +76,15 @@ class Opened:
             deterministic=self.config.deterministic,
             cancelled=cancelled,
         )
+
+
+def versions() -> dict[str, str]:
+    """Of what must be the same on all ranks, whatever they compute."""
+    return {
+        "mlxserve": version("mlxserve"),
+        "mlx": version("mlx"),
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
 
 
 def open_model(

@@ -99,8 +99,9 @@ def _options(
 def run() -> int:
     """Run the command in sys.argv and return its exit code.
 
-    0: done. 1: `doctor` found a problem, `cache verify` damage or `cache diff` a difference, or a
-    bug of ours. 2: it can't be done, and one line on stderr says why. 130: Ctrl-C. 143: SIGTERM.
+    0: done. 1: `doctor` or `launch --check` found a problem, `cache verify` damage or `cache diff`
+    a difference, or a bug of ours. 2: it can't be done, and one line on stderr says why. 130:
+    Ctrl-C. 143: SIGTERM.
     """
     # As an exception, so that the answer ends cleanly and the terminal gets its cursor back.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

@@ -10,7 +10,7 @@ from mlxserve.sources.catalog import CATALOG, Catalog
 from mlxserve.sources.hub_cache import COMMIT, RepoCache, cache_root
 from mlxserve.sources.hub_fetch import fetch
 from mlxserve.sources.hub_names import HubModel, HubRef, parse
-from mlxserve.sources.pull import pull, unknown
+from mlxserve.sources.pull import installed, pull, unknown
 from mlxserve.types import OnProgress
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,18 @@ def resolve(
         raise unknown(str(name_or_path), catalog)
     found = locate(ref, endpoint=endpoint, cache=cache)
     return found[0] if found[1] is None else fetch(found[1], on_progress)
+
+
+def find(
+    name_or_path: str, *, catalog: Catalog = CATALOG, cache: Path | None = None
+) -> Path | None:
+    """Where a model lies, if all of it is here: nobody is asked for it. Raises ModelError."""
+    if name_or_path in catalog:
+        return next((m.path for m in installed(catalog=catalog) if m.name == name_or_path), None)
+    if (path := local_path(name_or_path)) is not None:
+        return path
+    ref = parse(name_or_path)
+    return None if ref is None else hub.find(ref, cache=cache)
 
 
 def hub_ref(name_or_path: str, *, catalog: Catalog = CATALOG) -> HubRef | None:

@@ -174,18 +174,6 @@ def test_what_is_wrong_with_the_command_ends_it_at_once(models, env):
     assert "kv_bits is '7'" in done.stderr.decode()
 
 
-@pytest.mark.parametrize(("args", "message"), [
-    (["launch", "-n", "0", "--", "serve"], "0 ranks; give a number from 1 to 16"),
-    (["launch", "-n", "2", "--", "chat"], "launch runs serve, generate or cache build, not chat"),
-    (["launch", "-n", "2", "--", "cache", "verify"], "not cache verify; write it after --"),
-    (["launch", "-n", "x", "--", "serve"], "'x'"),
-])  # fmt: skip
-def test_what_cannot_be_launched_is_refused(env, args, message):
-    done = subprocess.run([*PROGRAM, *args], env=env, capture_output=True, timeout=TIMEOUT_S)
-    assert done.returncode == 2
-    assert message in done.stderr.decode()
-
-
 def test_a_model_that_is_not_there_ends_all_ranks(env, tmp_path):
     command = [*LAUNCH, "2", "--", "generate", "--model", str(tmp_path / "none"), "-p", "x"]
     done = subprocess.run(command, env=env, capture_output=True, timeout=TIMEOUT_S)

@@ -13,7 +13,7 @@ from mlxserve.sources import hub, hub_fetch, hub_local
 from mlxserve.sources.checkpoint import open_checkpoint
 from mlxserve.sources.hub_errors import HubUnavailableError
 from mlxserve.sources.hub_names import HubRef, parse
-from mlxserve.sources.resolve import locate, resolve
+from mlxserve.sources.resolve import find, locate, resolve
 from tests.sources.making import one_line
 from tests.support.hub_server import serving
 
@@ -341,6 +341,8 @@ def test_offline_asks_nobody(server, where, get, monkeypatch, caplog):
     server.asked.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve("o/n", **where) == path
+    assert find("o/n", cache=where["cache"]) == path
+    assert find("o/other", cache=where["cache"]) is None
     with pytest.raises(HubUnavailableError, match="HF_HUB_OFFLINE is set; unset it") as e:
         resolve("o/other", **where)
     assert one_line(e.value, "o/other")

