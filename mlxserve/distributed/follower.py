@@ -50,8 +50,10 @@ def follow(placement: Placement, open_model: Callable[[], Opened]) -> None:
     connection = _connect(placement)
     opened = open_model()
     powers = power(opened) if placement.stages > 1 else None
-    link, layers = _meet(placement, connection, opened.facts(), powers)
-    group, stage = divided(Ranks(placement.backend), placement.tensor)
+    layers = _meet(placement, connection, opened.facts(), powers)
+    ranks = Ranks(placement.backend)  # before the link, whose threads can't run meanwhile
+    link = Link(connection, "rank 0", placement.timeout_s, _end)
+    group, stage = divided(ranks, placement.tensor)
     try:
         model = opened.load(opened.part(group, layers))
         groups, dtype, plan = cache_plan.plan_of(model, opened.config)
@@ -71,8 +73,15 @@ def follow(placement: Placement, open_model: Callable[[], Opened]) -> None:
         pool_pages=agreed.pool_pages,
         slots=agreed.slots,
     )
-    with device.wired_memory():
-        _Follower(model, storage, group, stage).run(link)
+    try:
+        with device.wired_memory():
+            _Follower(model, storage, group, stage).run(link)
+    except Exception as error:
+        link.close(f"{type(error).__name__}: {error}")
+        if ranks.failed(error):  # a next collective may wait for ever, also at the exit
+            others = [str(rank) for rank in range(ranks.size) if rank != ranks.rank]
+            _end(f"rank {' or '.join(others)} can't be reached over {placement.backend}: {error}")
+        raise
     link.close()
 
 
@@ -151,8 +160,11 @@ def _meet(
     connection: socket.socket,
     facts: Mapping[str, str],
     powers: Power | None = None,
-) -> tuple[Link, range | None]:
-    """Returns the link to rank 0, and the layers that this rank is to have, None for all."""
+) -> range | None:
+    """Tell rank 0 who this is, and wait for all others. Raises ModelError.
+
+    Returns the layers that this rank is to have, None for all.
+    """
     host = socket.gethostname()
     write(connection, Hello(placement.key, placement.rank, host, dict(facts), powers))
     # Rank 0 waits so long itself, and then says whom it misses.
@@ -163,8 +175,7 @@ def _meet(
         raise ModelError(f"rank 0 doesn't answer: {error}; see what it printed") from None
     match answer:
         case Welcome(layers):
-            link = Link(connection, "rank 0", placement.timeout_s, _end)
-            return link, None if layers is None else range(layers[0], sum(layers))
+            return None if layers is None else range(layers[0], sum(layers))
         case Refusal(reason):
             raise ModelError(reason)
         case _:

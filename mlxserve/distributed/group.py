@@ -9,6 +9,7 @@ MLX's ring has collectives of all ranks only, and sends to neighbours. So all th
 of them goes from neighbour to neighbour.
 """
 
+import faulthandler
 from collections.abc import Sequence
 from functools import reduce
 
@@ -19,20 +20,34 @@ from mlxserve.models.base import ALONE, Group
 
 GATHERED_BYTES = 32 << 10  # from which on parts are gathered to be added
 LEFT, RIGHT = -1, 1
+MEET_S = 45  # for ranks to connect; MLX gives up after 31 s, but only where nobody listens
+STDERR = 2
 
 
 class Ranks:
     """All of them. See `models.base.Group`. rank: this process's; size: of how many."""
 
     def __init__(self, backend: str) -> None:
-        """Meets the other ranks, and waits for them. Raises ModelError where that fails."""
+        """Meets the other ranks, and waits for them. Raises ModelError where that fails.
+
+        MLX holds Python's lock while it waits for a rank, for ever: none of our threads would run.
+        So where one doesn't come, the process ends with a traceback that shows this.
+        """
+        self._backend = backend
+        faulthandler.dump_traceback_later(MEET_S, exit=True, file=STDERR)
         try:
             self._group = mx.distributed.init(strict=True, backend=backend)
         except (RuntimeError, ValueError) as error:
             raise ModelError(f"the ranks can't reach each other over {backend}: {error}") from None
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         self.rank: int = self._group.rank()
         self.size: int = self._group.size()
         self._ways: dict[int, mx.Stream] = {}
+
+    def failed(self, error: Exception) -> bool:
+        """Whether it's a collective's error: connections between ranks are broken."""
+        return f"[{self._backend}]" in str(error)
 
     def sum(self, x: mx.array) -> mx.array:
         """x added up over all ranks, in the order of ranks: all get the same bits.

@@ -31,6 +31,7 @@ from mlxserve.distributed.messages import (
 )
 from mlxserve.distributed.placement import place_stages, power
 from mlxserve.distributed.saved import WholeCache
+from mlxserve.distributed.watchdog import Watchdog
 from mlxserve.errors import ModelError, PeerLost, RequestError
 from mlxserve.memory import CachePlan
 from mlxserve.models.tensor_parallel import Shard
@@ -60,6 +61,8 @@ class Leader:
         self._links: list[Link] = []
         self._over = threading.Event()
         self._loss: str | None = None
+        self._losing = threading.Lock()
+        self._watchdog = Watchdog(placement.timeout_s, self._on_stuck)
 
     def meet(self, opened: Opened) -> Shard | None:
         """Wait for all other ranks, and compare with them what must be the same everywhere.
@@ -68,15 +71,17 @@ class Leader:
         comes twice or differs, and RequestError where layers can't be placed on them.
         """
         arrived = _arrivals(self._placement, opened.facts())
-        self._layers = layers = _layers(self._placement, opened, arrived)
-        for rank, (connection, hello) in sorted(arrived.items()):
-            some = layers[rank]
+        self._layers = _layers(self._placement, opened, arrived)
+        for rank, (connection, _) in arrived.items():
+            some = self._layers[rank]
             write(connection, Welcome(None if some is None else (some.start, len(some))))
+        self._ranks = Ranks(self._placement.backend)
+        for rank, (connection, hello) in sorted(arrived.items()):
             peer = f"rank {rank} ({hello.host})"
             link = Link(connection, peer, self._placement.timeout_s, self._on_loss)
             self._links.append(link)
-        self._group, self.stage = divided(Ranks(self._placement.backend), self._placement.tensor)
-        return opened.part(self._group, layers[0])
+        self._group, self.stage = divided(self._ranks, self._placement.tensor)
+        return opened.part(self._group, self._layers[0])
 
     def agree(self, plan: CachePlan) -> CachePlan:
         plans = [plan]
@@ -100,6 +105,11 @@ class Leader:
         self, plan: StepPlan, ids: list[int] | None = None, reads: Sequence[tuple[int, int]] = ()
     ) -> None:
         self._tell(Step.of(plan, ids, reads))
+        if plan.chunks:
+            self._watchdog.begin(plan.tokens)
+
+    def done(self) -> None:
+        self._watchdog.end()
 
     def finish(self) -> None:
         for link in self._links[: self._placement.tensor - 1]:
@@ -127,12 +137,15 @@ class Leader:
         end_s = time.monotonic() + CAUSE_S
         while self._loss is None and time.monotonic() < end_s:
             time.sleep(0.01)
+        if self._ranks.failed(error):
+            self._declare(f"{self._unheard()}: {error}")
         return error if self._loss is None else PeerLost(self._loss)
 
     def close(self) -> None:
         self._over.set()
+        self._watchdog.close()
         for link in self._links:
-            link.close()
+            link.close(self._loss or "")
 
     def _tell(self, message: Message) -> None:
         if self._loss is not None:
@@ -153,13 +166,32 @@ class Leader:
                 return link.received.get(timeout=0.2)
         raise PeerLost(self._loss)
 
+    def _unheard(self) -> str:
+        """That tensors don't arrive; a ring doesn't say from whom."""
+        peers = " or ".join(link.peer for link in self._links)
+        return f"{peers} can't be reached over {self._placement.backend}"
+
+    def _on_stuck(self, what: str) -> None:
+        self._on_loss(f"{self._unheard()}: {what}")
+
     def _on_loss(self, reason: str) -> None:
-        """On a link's thread: the engine may be stuck in a collective, which never ends."""
-        if self._loss is not None:
-            return
-        self._loss = reason
+        """On another thread: the engine may be stuck in a collective, which never ends."""
+        if self._declare(reason):
+            self.on_lost(reason)
+
+    def _declare(self, reason: str) -> bool:
+        """Have all ranks end, this one too in a while. Returns whether nothing was lost before."""
+        with self._losing:
+            if self._loss is not None:
+                return False
+            self._loss = reason
         logger.error("%s; this rank ends too", reason)
-        self.on_lost(reason)
+        threading.Thread(target=self._end, name="mlxserve-end", daemon=True).start()
+        for link in self._links:
+            link.close(reason)
+        return True
+
+    def _end(self) -> None:
         if not self._over.wait(LAST_WORDS_S):
             os._exit(LOST_EXIT)
 

@@ -22,8 +22,8 @@ class Link:
     """Messages in order, both ways. `received` has what came, without signs of life.
 
     peer: who is at the other end, for messages. timeout_s: how long it may be silent. on_lost:
-    called once, on a thread of the link's own, with what went wrong; not after `Stop` was sent or
-    came.
+    called once, on a thread of the link's own, with what went wrong: here, or at the other end,
+    which says so before it ends; not after `close`, or where that one has closed.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Link:
             with self._sending:
                 write(self._socket, message)
         except OSError as error:
-            self._lost(_reason(error, self._timeout_s))
+            self._lost(f"is lost: {_reason(error, self._timeout_s)}")
             raise PeerLost(f"{self.peer} is lost") from error
 
-    def close(self) -> None:
-        """Say that it is over, and hang up."""
+    def close(self, reason: str = "") -> None:
+        """Say that it is over, and hang up. reason: what went wrong, if anything."""
         if not self._over.is_set():
             self._over.set()
             with contextlib.suppress(OSError), self._sending:
-                write(self._socket, Stop())
+                write(self._socket, Stop(reason))
         self._socket.close()
 
     def _listen(self) -> None:
@@ -62,11 +62,13 @@ class Link:
             while True:
                 message = read(self._socket)
                 if isinstance(message, Stop):
+                    if message.reason:
+                        self._lost(f"ends: {message.reason}")
                     self._over.set()
                 if not isinstance(message, Ping):
                     self.received.put(message)
         except (OSError, msgspec.DecodeError) as error:
-            self._lost(_reason(error, self._timeout_s))
+            self._lost(f"is lost: {_reason(error, self._timeout_s)}")
 
     def _beat(self) -> None:
         while not self._over.wait(self._timeout_s / BEATS):
@@ -75,10 +77,10 @@ class Link:
             except PeerLost:
                 return
 
-    def _lost(self, reason: str) -> None:
+    def _lost(self, how: str) -> None:
         if not self._over.is_set():
             self._over.set()
-            self._on_lost(f"{self.peer} is lost: {reason}")
+            self._on_lost(f"{self.peer} {how}")
 
 
 def write(connection: socket.socket, message: Message) -> None:

@@ -156,7 +156,9 @@ class Ping(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):
-    """The group is closed; nothing went wrong."""
+    """The group is closed. reason: what went wrong, or ""."""
+
+    reason: str = ""
 
 
 Told = Step | Finish | Resize | Get | Put | Stop  # by rank 0, while it computes

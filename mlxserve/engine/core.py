@@ -257,6 +257,7 @@ class Core:
                 self.runner.constrain(step)
         start_s = time.perf_counter()
         results = step.read()
+        self.peers.done()
         read_s = self.meter.phase("wait")
         self.meter.step(step.plan, step.submitted_s, read_s - start_s, read_s)
         return results, read_s

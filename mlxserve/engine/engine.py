@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+STUCK_S = 0.5
+"""Once a peer is lost, for a step to fail. One that doesn't may wait for the peer for ever."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Submit:
@@ -94,12 +97,14 @@ class Engine:
     ) -> None:
         self.config = config
         self.peers = peers or NoPeers()
-        self.peers.on_lost = lambda reason: self._inbox.put(_Lost(reason))
+        self.peers.on_lost = self._lose
         self.stats = EngineStats()
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._door = threading.Lock()
         self._closed = False
         self._failure: BaseException | None = None
+        self._ended = threading.Event()
+        self._open: dict[str, tuple[Seq, TokenSink]] = {}  # the core's
         self._progress_s = time.monotonic()
         self._pid = os.getpid()
         started: queue.SimpleQueue[EngineInfo | BaseException] = queue.SimpleQueue()
@@ -178,7 +183,7 @@ class Engine:
 
     def wait(self) -> BaseException | None:
         """Wait until the engine has stopped. Returns why, or None if it was closed."""
-        self._thread.join()
+        self._ended.wait()
         return self._failure
 
     def call(self, work: Callable[[Core], T]) -> T:
@@ -225,6 +230,7 @@ class Engine:
         try:
             limits.enter_context(device.wired_memory())
             core = Core(load_model(), self.config, peers=self.peers)
+            self._open = core.open
             started.put(core.info)
             self._loop(core)
         except BaseException as error:
@@ -234,13 +240,14 @@ class Engine:
             elif core is not None:
                 logger.exception("the engine stops")
             traceback.clear_frames(error.__traceback__)  # they hold the model
-        self._shut(core.open if core is not None else {})
-        self.peers.close()
+        self._shut()
         del core
         try:
             with limits:  # they end once nothing is held any more
                 release_thread()
         finally:
+            self.peers.close()
+            self._ended.set()
             if self._failure is not None:
                 started.put(self._failure)
 
@@ -278,12 +285,21 @@ class Engine:
                 relief.give()
                 self.stats = relief.core.stats
 
-    def _shut(self, unfinished: dict[str, tuple[Seq, TokenSink]]) -> None:
+    def _lose(self, reason: str) -> None:
+        """A peer is gone. On a thread of the peers', which end the process where this one's engine
+        is stuck in a step; whoever waits for its tokens is told before."""
+        self._inbox.put(_Lost(reason))
+        if not self._ended.wait(STUCK_S):
+            self._failure = self._failure or PeerLost(reason)
+            self._shut()
+            self._ended.set()
+
+    def _shut(self) -> None:
         """Tell everyone who waits, and everyone who comes later, that it is over."""
         with self._door:
             self._closed = True
         self.stats = replace(self.stats, running=0, waiting=0, pages_used=0)
-        waiting = {request_id: out for request_id, (_, out) in unfinished.items()}
+        waiting = {request_id: out for request_id, (_, out) in list(self._open.items())}
         while not self._inbox.empty():
             match self._inbox.get():
                 case _Submit(requests, out):

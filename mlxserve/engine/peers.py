@@ -71,6 +71,10 @@ class Peers(Protocol):
         """A step's ids, int32 `[T]`, for all ranks."""
         ...
 
+    def done(self) -> None:
+        """The oldest step that was told, and had chunks, is over here: it was read."""
+        ...
+
     def resize(self, needed: Sequence[int], *, shrink: bool = False) -> None:
         """`Storage.grow`, or `shrink`."""
         ...
@@ -112,6 +116,9 @@ class NoPeers:
 
     def share(self, ids: mx.array) -> mx.array:
         return ids
+
+    def done(self) -> None:
+        pass
 
     def resize(self, needed: Sequence[int], *, shrink: bool = False) -> None:
         pass

@@ -13,7 +13,7 @@ from mlxserve.cache.batch import BatchView
 from mlxserve.cache.groups import group_layers
 from mlxserve.cache.spec import FullKV, WindowKV
 from mlxserve.cache.storage import Storage
-from mlxserve.config import Placement
+from mlxserve.config import EngineConfig, Placement
 from mlxserve.distributed import follower, leader
 from mlxserve.distributed.link import MAX_MESSAGE_BYTES, Link, read, write
 from mlxserve.distributed.messages import (
@@ -29,9 +29,13 @@ from mlxserve.distributed.messages import (
 )
 from mlxserve.errors import ModelError, PeerLost
 from mlxserve.memory import CachePlan
+from mlxserve.opening import open_model
 from mlxserve.sequence import NO_PAGE, Chunk, Load, Seal, StepPlan
 from mlxserve.sequence import Sequence as Seq
 from mlxserve.types import Request, SamplingParams
+from tests.support.model_dir import write_model_dir
+from tests.support.proxy import Proxy
+from tests.support.tiny import tiny_llama
 
 FACTS = {"mlxserve": "1", "model": "abc"}
 WAIT_S = 20
@@ -116,6 +120,16 @@ def test_one_that_hangs_up_without_a_word_is_lost(sockets):
     assert len(lost.reasons) == 1
 
 
+def test_one_that_ends_says_why_to_the_other(sockets):
+    lost = Losses()
+    links = [Link(end, f"rank {i}", 60, lost) for i, end in enumerate(sockets)]
+    links[0].close("rank 2 (mini) is lost")
+    assert lost.wait() == "rank 1 ends: rank 2 (mini) is lost"
+    with pytest.raises(PeerLost):
+        list(map(links[1].send, [Ping()] * 3))
+    assert len(lost.reasons) == 1
+
+
 def test_one_that_is_silent_is_lost(sockets):
     lost = Losses()
     Link(sockets[0], "rank 1", 0.2, lost)
@@ -156,7 +170,7 @@ def meets(placement, facts=FACTS):
     def run():
         try:
             connection = follower._connect(placement)
-            outcome.append(follower._meet(placement, connection, facts)[0])
+            outcome.append(follower._meet(placement, connection, facts))
         except ModelError as error:
             outcome.append(error)
 
@@ -241,6 +255,37 @@ def test_strangers_are_hung_up_on(place):
         connection.close()
 
 
+@pytest.mark.parametrize("settings", [{"kv_bits": 8}, {"max_kv_size": 100}, {"max_batch": 3}])
+def test_ranks_with_other_settings_are_told_apart(tiny_model_dir, settings):
+    first = open_model(tiny_model_dir, EngineConfig()).facts()
+    second = open_model(tiny_model_dir, EngineConfig(**settings)).facts()
+    hello = Hello("k", 1, "mini", second)
+    placement = Placement(rank=0, size=2, tensor=2, control=("127.0.0.1", 1), key="k")
+    assert "rank 1 (mini) has settings" in leader._problem(hello, placement, first, {})
+
+
+def test_ranks_with_another_model_are_told_apart(tiny_model_dir, tmp_path):
+    other = write_model_dir(tmp_path, tiny_llama(seed=1, vocab_size=260, eos_token_id=256))
+    first, second = (open_model(path, EngineConfig()).facts() for path in (tiny_model_dir, other))
+    assert first["model"] != second["model"]
+
+
+def test_one_whose_link_is_frozen_is_missed(place):
+    """Its connection stands, and nothing comes."""
+    first, second = place(2, start_timeout_s=3, timeout_s=1)
+    with Proxy(first.control[1]) as proxy:
+        proxy.freeze()
+        behind = Placement(
+            rank=1, size=2, tensor=2, control=("127.0.0.1", proxy.port), key=second.key, start_timeout_s=3,
+            timeout_s=1,
+        )  # fmt: skip
+        thread, outcome = meets(behind)
+        with pytest.raises(ModelError, match="rank 1 of 2 did not come within 3 s"):
+            leader._arrivals(first, FACTS)
+        thread.join(WAIT_S)
+        assert "rank 0 doesn't answer" in str(outcome[0])
+
+
 def test_a_port_in_use_is_named(place):
     first, _ = place(2)
     with socket.create_server(first.control), pytest.raises(ModelError, match="can't be listened"):
@@ -268,7 +313,7 @@ def test_pages_are_those_that_all_have_memory_for(sockets):
 
 def test_one_that_hangs_up_while_it_is_asked_is_named(sockets):
     first = leader.Leader(
-        Placement(rank=0, size=2, control=("127.0.0.1", 1), key="k", start_timeout_s=1)
+        Placement(rank=0, size=2, tensor=2, control=("127.0.0.1", 1), key="k", start_timeout_s=1)
     )
     first._links.append(Link(sockets[0], "rank 1", WAIT_S, first._on_loss))
     asked = Get(3, "v.codes", [1, 2])

@@ -6,33 +6,27 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.distributed.asking import PROGRAM, at_once, complete, environment, ranks_of, serving
 from tests.support.model_dir import write_model_dir
-from tests.support.processes import TIMEOUT_S, running
+from tests.support.processes import TIMEOUT_S
 from tests.support.serving import wait_until
 from tests.support.tiny import tiny_gemma3, tiny_llama, tiny_qwen3
 
 pytestmark = pytest.mark.full
 
-PROGRAM = [sys.executable, "-m", "mlxserve"]
 LAUNCH = [*PROGRAM, "launch", "-n"]
 SIZES = {"vocab_size": 260, "max_position_embeddings": 2048, "eos_token_id": 256}
 MODELS = {"llama": tiny_llama, "qwen3": tiny_qwen3, "gemma3": tiny_gemma3}
-CLIENTS = 8
 CLOSE = 1e-4  # of log-probabilities
 
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory):
-    home = tmp_path_factory.mktemp("home")
-    return os.environ | {
-        "MLXSERVE_HOME": str(home), "MLXSERVE_PEER_TIMEOUT_S": "5", "MLXSERVE_CPU_THREADS": "1",
-    }  # fmt: skip
+    return environment(tmp_path_factory.mktemp("home"))
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +47,6 @@ def body(client):
     return asked | drawn
 
 
-def complete(url, asked):
-    return httpx.post(f"{url}/v1/completions", json=asked, timeout=TIMEOUT_S)
-
-
 def ask(url, client):
     answer = complete(url, body(client))
     assert answer.status_code == 200, answer.text
@@ -65,13 +55,7 @@ def ask(url, client):
 
 
 def ask_all(url):
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        return list(pool.map(lambda client: ask(url, client), range(CLIENTS)))
-
-
-def serving(model, *, ranks, env, args=()):
-    start = [*LAUNCH, str(ranks), "--"] if ranks else PROGRAM
-    return running([*start, "serve", str(model), "--port", "0", *args], env)
+    return at_once(lambda client: ask(url, client))
 
 
 def check(model, env, close, args=()):
@@ -114,19 +98,6 @@ def test_real_weights(env, weights, request):
     check(request.getfixturevalue(weights), env, 2e-2)
 
 
-def ranks_of(process):
-    """Process ids of the ranks that a launcher started, by number."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == process.pid:
-                variables = (entry / "environ").read_bytes().split(b"\0")
-                rank = next(v for v in variables if v.startswith(b"MLXSERVE_RANK="))
-                found[int(rank.partition(b"=")[2])] = int(entry.name)
-    return found
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only on Linux, for /proc")
 @pytest.mark.parametrize(("number", "rank", "idle", "within_s"), [
     (signal.SIGKILL, 1, False, 10), (signal.SIGKILL, 1, True, 10), (signal.SIGKILL, 0, False, 10),
@@ -146,9 +117,10 @@ def test_when_one_rank_is_gone_all_end_and_new_ones_begin(
                 lines = answer.iter_lines()
                 next(lines)
             begin_s = time.monotonic()
-            os.kill(processes[rank], number)
-            ended = [Path(f"/proc/{pid}") for pid in processes.values()]
-            wait_until(lambda: not any(path.exists() for path in ended), "all have ended")
+            os.kill(int(processes[rank].name), number)
+            wait_until(
+                lambda: not any(path.exists() for path in processes.values()), "all have ended"
+            )
             assert time.monotonic() - begin_s < within_s
             if not idle:
                 with contextlib.suppress(httpx.TransportError):

@@ -44,9 +44,9 @@ def write_weights(
 ) -> Path:
     """Write config and weights only. packing: of all matrices; dtype: of the rest, and of scales.
 
-    Makes and returns the directory.
+    Makes the directory if it isn't there, and returns it.
     """
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     config, arrays = dict(tiny.config), {}
     for name, value in tiny.weights.items():
         value = value.astype(dtype)
@@ -89,13 +89,12 @@ def write_thinking_model_dir(
     return path
 
 
-def write_model_dir(path: Path, tiny: Tiny | None = None) -> Path:
+def write_model_dir(path: Path, tiny: Tiny | None = None, packing: Packing | None = None) -> Path:
     """Write config, weights, tokenizer and template; returns the directory."""
     tiny = tiny or tiny_llama(
         vocab_size=VOCAB_SIZE, max_position_embeddings=2048, eos_token_id=END_ID
     )
-    (path / "config.json").write_text(json.dumps(tiny.config))
-    mx.save_safetensors(str(path / "model.safetensors"), tiny.weights, {"format": "pt"})
+    write_weights(path, tiny, packing)
     byte_tokenizer().save(str(path / "tokenizer.json"))
     settings = {"eos_token": SPECIAL[0], "chat_template": CHAT_TEMPLATE}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))

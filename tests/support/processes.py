@@ -22,7 +22,7 @@ class Process:
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        wait_until(lambda: self.url is not None or process.poll() is not None, "it listens")
+        wait_until(lambda: bool(self.url) or process.poll() is not None, "it listens", TIMEOUT_S)
         assert self.url is not None, self.lines
 
     def _read(self) -> None:
