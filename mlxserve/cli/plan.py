@@ -19,7 +19,7 @@ EPILOG = """\b
 Examples:
   mlxserve plan OWNER/NAME --context 8192 --users 16 --memory 24
   mlxserve plan ./my-model --kv-bits 8/4 --bandwidth 400 --explain
-  mlxserve plan OWNER/NAME --hosts 64,64,36 --bandwidth 400
+  mlxserve plan OWNER/NAME --hosts 64,64,36 --bandwidth 400 --link rdma
   mlxserve plan ./my-model --hourly 3 --tokens-per-s 2500 --utilisation 0.4
 """
 
@@ -134,6 +134,16 @@ def plan(
             help="Of each of several Macs that share the model, in place of --memory.",
         ),
     ] = None,
+    link: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--link",
+            metavar="NAME",
+            rich_help_panel=_SPEED,
+            help="Between the hosts: ethernet, 10g, thunderbolt, rdma or MS/GBIT. Repeatable. "
+            "[default: each of the four]",
+        ),
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show each number's formula.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts: one JSON object.")] = False,
 ) -> None:
@@ -148,16 +158,21 @@ def plan(
     bits = None if kv_bits is None else config.kv_bits(kv_bits)
     from mlxserve.cli.plan_figures import setting
     from mlxserve.cli.plan_hosts import parse_hosts
+    from mlxserve.cli.plan_links import parse_links
     from mlxserve.cli.plan_report import show
 
     memories = () if hosts is None else parse_hosts(hosts)
+    links = parse_links(link or [])
+    if link and not (memories and ("bandwidth" in asked or "tflops" in asked)):
+        needed = "--bandwidth or --tflops" if memories else "--hosts"
+        raise RequestError(f"--link is {link[0]!r} without {needed}; give that too")
     if memories and "memory" in asked:
         raise RequestError(
             f"--memory is {asked['memory']:g} beside --hosts, which has the memory of each; "
             "leave it out"
         )
     at = setting(_read(name), asked, bits)
-    show(at, asked, memories, explain=explain, as_json=as_json)
+    show(at, asked, memories, links, explain=explain, as_json=as_json)
 
 
 def _read(name: str) -> "PlannedModel":
@@ -188,6 +203,7 @@ def _read(name: str) -> "PlannedModel":
         ),
         counted=counted,
         float32=footprint.is_float32(found),
+        width=found["hidden_size"],
         parts=footprint.parts_of(cast(nn.Module, built), len(built.layer_specs())),
         step=step_shape(built, footprint.activation_dtype(found, metal=device.has_metal())),
     )

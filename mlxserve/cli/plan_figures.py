@@ -36,8 +36,8 @@ class PlannedModel:
     """A model as its config and the sizes of its files describe it. kind: its model_type.
 
     weight_bytes: once loaded on this device; counted: from the config, since no files are here.
-    float32: whether the files hold, or would hold, float32. step: what a step makes. parts: of the
-    parameters.
+    float32: whether the files hold, or would hold, float32. width: of the hidden states. step: what
+    a step makes. parts: of the parameters.
     """
 
     name: str
@@ -48,6 +48,7 @@ class PlannedModel:
     weight_bytes: int
     counted: bool
     float32: bool
+    width: int
     step: StepShape
     parts: Parts
 

@@ -2,7 +2,7 @@
 
 Tensor parallel: each host computes a share of every layer (Shoeybi et al. 2019, arXiv:1909.08053).
 Pipeline parallel: each computes consecutive layers (Huang et al. 2018, arXiv:1811.06965). What
-hosts send each other is left out, in bytes and in time.
+hosts send each other is left out here: see `plan_links`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,21 +112,24 @@ def _part_of_layer(spec: LayerSpec, hosts: int) -> LayerSpec:
 
 
 def _pipeline(at: Setting, memories: Sequence[int]) -> list[Host]:
-    """Consecutive layers for each, so that the fullest host is as empty as can be."""
+    """Consecutive layers for each, so that the fullest host is as empty as can be.
+
+    The first has the embedding and the head too, see `models.tensor_parallel`.
+    """
     model = at.model
     parts = model.parts
-    first, last = _bytes_of(model, parts.first), _bytes_of(model, parts.last)
+    beside = _bytes_of(model, model.parameters - sum(parts.layers))
     weights = [_bytes_of(model, count) for count in parts.layers]
     caches = [
         at.users * estimates.sequence_bytes([spec], at.context_tokens, at.itemsize, at.bits)
         for spec in model.specs
     ]
     needs = [weight + cached for weight, cached in zip(weights, caches, strict=True)]
-    counts = estimates.place_layers(needs, memories, first, last)
+    counts = estimates.place_layers(needs, memories, beside)
     hosts, begin = [], 0
     for index, (count, memory) in enumerate(zip(counts, memories, strict=True)):
         end = begin + count
-        held = sum(weights[begin:end]) + first * (index == 0) + last * (end == len(weights))
+        held = sum(weights[begin:end]) + beside * (index == 0)
         step = replace(model.step, heads=model.step.heads[begin:end])
         share = replace(model, specs=model.specs[begin:end], weight_bytes=held, step=step)
         hosts.append(Host(count, replace(at, model=share, memory_bytes=memory)))
@@ -157,7 +160,7 @@ def _fit(found: Mapping[str, list[Host]]) -> Iterator[Figure]:
     """What the fullest host has to hold, and whether all fit."""
     formulas = {
         "tensor": "weights * (share of attention * largest share of heads + the rest / hosts)",
-        "pipeline": "weights of its layers, and of the embedding or the output head",
+        "pipeline": "weights of its layers, on the first host of embedding and output head too",
     }
     for way, hosts in found.items():
         held = max(host.at.model.weight_bytes for host in hosts)
@@ -211,7 +214,7 @@ def _bytes_read(way: str, hosts: list[Host], users: int) -> float:
     parts, of which each host reads one after the other, its weights for each; and a part is read
     for by one host after the other. As many parts as are best.
     """
-    reads = [(host.at.model.weight_bytes, _cache_read(host.at)) for host in hosts]
+    reads = [(host.at.model.weight_bytes, cache_read(host.at)) for host in hosts]
     if way == "tensor":
         return max(weights + users * cached for weights, cached in reads)
     return min(
@@ -223,7 +226,8 @@ def _bytes_read(way: str, hosts: list[Host], users: int) -> float:
     )
 
 
-def _cache_read(at: Setting) -> int:
+def cache_read(at: Setting) -> int:
+    """Bytes of a host's cache that a step reads for one user."""
     return estimates.read_bytes(at.model.specs, at.context_tokens, at.itemsize, at.bits)
 
 

@@ -7,9 +7,11 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from mlxserve.cache.spec import KVBits, token_bytes
-from mlxserve.cli import plan_figures, plan_hosts
+from mlxserve.cli import plan_figures, plan_hosts, plan_links
 from mlxserve.cli.plan_figures import MEMORY, Figure, Setting, bits_name
 from mlxserve.cli.plan_hosts import HOSTS
+from mlxserve.cli.plan_links import LINKS
+from mlxserve.distributed.cost import Link
 from mlxserve.engine import estimates
 from mlxserve.report import count_binary as size
 
@@ -20,29 +22,34 @@ def show(
     at: Setting,
     asked: Mapping[str, Any],
     hosts: Sequence[int] = (),
+    links: Sequence[Link] = (),
     *,
     explain: bool,
     as_json: bool,
 ) -> None:
     """Print the plan: sections of figures and a table, or one JSON object.
 
-    hosts: bytes of memory of each, where several share the model.
+    hosts: bytes of memory of each, where several share the model. links: that may connect them.
     """
     if hosts:
         shares = plan_hosts.ways(at, hosts)
+        rows = plan_links.rows(at, shares, links, asked)
         found = plan_hosts.sections(at, shares, asked)
-        tables = {HOSTS: plan_hosts.table(shares)}
+        if rows:
+            found[LINKS] = [figure for row in rows for figure in row.figures]
+        tables = {HOSTS: plan_hosts.table(shares), LINKS: plan_links.table(at, rows)}
         plain: dict[str, Any] = {"by_host": plan_hosts.plain(shares)}
-        notes = ()
+        if rows:
+            plain["by_link"] = {link.name: asdict(link) for link in links}
+        notes = {LINKS: plan_links.notes(links)}
     else:
         rows = _choices(at)
         found = plan_figures.sections(at, asked)
         tables = {MEMORY: _table(at, rows)}
         plain = {"by_kv_bits": [row._asdict() for row in rows]}
-        notes = (
-            "longest = most tokens with users * cache of a user <= room for the cache",
-            "most users = floor(room for the cache / cache of a user)",
-        )
+        longest = "longest = most tokens with users * cache of a user <= room for the cache"
+        most = "most users = floor(room for the cache / cache of a user)"
+        notes = {MEMORY: (longest, most)}
     if as_json:
         print(json.dumps(_plain(at, found, explain=explain) | plain))
         return
@@ -53,11 +60,12 @@ def show(
     )
     for title, figures in found.items():
         print(f"\n{title}")
-        _show(figures, explain=explain)
+        if explain or title != LINKS:  # the table has these figures
+            _show(figures, explain=explain)
         if title in tables:
             _show_table(tables[title])
             if explain:
-                print(*(f"    {note}\n" for note in notes), sep="", end="")
+                print(*(f"    {note}\n" for note in notes.get(title, ())), sep="", end="")
 
 
 def _show(figures: list[Figure], *, explain: bool) -> None:

@@ -11,7 +11,9 @@ from mlxserve.engine.estimates import place_layers
 from mlxserve.engine.footprint import memory_bandwidth, parts_of
 from mlxserve.errors import RequestError
 from mlxserve.memory import device_limit_bytes
+from mlxserve.models import tensors
 from mlxserve.models.registry import build
+from mlxserve.models.tensors import HEAD
 from mlxserve.opening import Opened
 
 ALIKE = 0.85  # of the fastest: below that a machine counts as slower, above it may be noise
@@ -47,7 +49,9 @@ def place_stages(opened: Opened, powers: Sequence[Power], tensor: int) -> list[r
         raise RequestError(
             f"a pipeline of {len(stages)} stages, and the model has {n} layers; use {n} at the most"
         )
-    size = opened.weight_bytes() / sum((parts.first, *parts.layers, parts.last))
+    tied = HEAD not in tensors.expected(model)
+    beside = parts.first + parts.last - (parts.first if tied else 0)
+    size = opened.weight_bytes() / (beside + sum(parts.layers))
     fastest = max(min(p.bytes_per_s for p in stage) for stage in stages)
     speeds, memories = [], []
     for stage in stages:
@@ -58,7 +62,7 @@ def place_stages(opened: Opened, powers: Sequence[Power], tensor: int) -> list[r
         [int(size * count) for count in parts.layers],
         speeds,
         first=int(size * parts.last),
-        limits=[memories[0] - size * parts.first, *memories[1:]],
+        limits=[memories[0] - size * (beside - parts.last), *memories[1:]],
     )
     ends = [sum(counts[: i + 1]) for i in range(len(counts))]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]

@@ -56,6 +56,14 @@ class Counts:
     refused: int = 0
 
 
+def part_tokens(tokens: int, stages: int) -> int:
+    """Of prompts of so many tokens, those of one step in a pipeline.
+
+    Stages are idle until the first part has come to them, and once the last has left them.
+    """
+    return max(MIN_PART_TOKENS, -(-tokens // (PARTS_PER_STAGE * stages)))
+
+
 class Scheduler:
     """Waiting and running sequences. Engine thread only.
 
@@ -189,7 +197,7 @@ class Scheduler:
         left = self._prompt_budget(len(shares))
         prompts = [seq for seq in self.running if wanted[id(seq)] > 1]
         if self.stages > 1:
-            left = min(left, self._part(sum(seq.total for seq in prompts)))
+            left = min(left, part_tokens(sum(seq.total for seq in prompts), self.stages))
         for seq in prompts[:1]:
             shares[id(seq)] = min(wanted[id(seq)], -(-left // OLDEST_SHARE))
             left -= shares[id(seq)]
@@ -198,13 +206,6 @@ class Scheduler:
             shares[id(seq)] = shares.get(id(seq), 0) + n
             left -= n
         return shares
-
-    def _part(self, tokens: int) -> int:
-        """Of prompts of so many tokens, those of one step.
-
-        Stages are idle until the first part has come to them, and once the last has left them.
-        """
-        return max(MIN_PART_TOKENS, -(-tokens // (PARTS_PER_STAGE * self.stages)))
 
     def _prompt_budget(self, rows: int) -> int:
         most = self.max_batched_tokens - rows

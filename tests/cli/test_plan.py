@@ -279,6 +279,7 @@ def test_latents_and_states(capsys):
         weight_bytes=2000,
         counted=False,
         float32=False,
+        width=8,
         parts=Parts(100, (300, 300, 200), 100, 400),
         step=StepShape(ahead=50, heads=(1, 1, 0), outside=8, vocab_size=10, itemsize=4),
     )

@@ -125,8 +125,6 @@ def test_one_that_ends_says_why_to_the_other(sockets):
     links = [Link(end, f"rank {i}", 60, lost) for i, end in enumerate(sockets)]
     links[0].close("rank 2 (mini) is lost")
     assert lost.wait() == "rank 1 ends: rank 2 (mini) is lost"
-    with pytest.raises(PeerLost):
-        list(map(links[1].send, [Ping()] * 3))
     assert len(lost.reasons) == 1
 
 
@@ -276,8 +274,8 @@ def test_one_whose_link_is_frozen_is_missed(place):
     with Proxy(first.control[1]) as proxy:
         proxy.freeze()
         behind = Placement(
-            rank=1, size=2, tensor=2, control=("127.0.0.1", proxy.port), key=second.key, start_timeout_s=3,
-            timeout_s=1,
+            rank=1, size=2, tensor=2, control=("127.0.0.1", proxy.port), key=second.key,
+            start_timeout_s=3, timeout_s=1,
         )  # fmt: skip
         thread, outcome = meets(behind)
         with pytest.raises(ModelError, match="rank 1 of 2 did not come within 3 s"):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from mlxserve.distributed.launch import free_ports
+from mlxserve.distributed.addresses import LOOPBACK, free_ports
 from mlxserve.distributed.watchdog import FIRST_TOKEN_S, PATIENCE, SLACK, Watchdog
 
 WAIT_S = 30
@@ -72,7 +72,8 @@ def test_what_is_allowed_grows_with_tokens_and_with_what_they_took():
 def test_a_rank_that_never_comes_to_the_ring_ends_the_others(tmp_path):
     """MLX waits for it with Python's lock held, so that no thread of ours could."""
     hosts = tmp_path / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    ports = free_ports([LOOPBACK] * 2)
+    hosts.write_text(json.dumps([[f"{LOOPBACK}:{port}"] for port in ports]))
     code = "from mlxserve.distributed import group; group.MEET_S = 1; group.Ranks('ring')"
     env = os.environ | {"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)}
     done = subprocess.run(

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,27 @@ ROOT = Path(__file__).parents[2]
 CALL = "import json, sys; from {0} import {1}; {1}(*json.loads(sys.argv[1]))"
 
 
-def run(ranks: int, function: Callable[..., None], *args: Any, timeout_s: float) -> list[str]:
+def run(
+    ranks: int,
+    function: Callable[..., None],
+    *args: Any,
+    timeout_s: float,
+    ports: Sequence[Sequence[int]] | None = None,
+) -> list[str]:
     """Call a function in so many processes at once; returns what each one printed, by rank.
 
-    function: of a module that is quick to import. args: as JSON can hold them. Once one process
-    fails or time is up, all are killed: AssertionError, with what they printed.
+    function: of a module that is quick to import. args: as JSON can hold them. ports: of all ranks,
+    as each one sees them. Once one process fails or time is up, all are killed: AssertionError,
+    with what they printed.
     """
+    ports = ports or [free_ports([LOOPBACK] * ranks)] * ranks
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        hosts = folder / "hosts.json"
-        ports = free_ports([LOOPBACK] * ranks)
-        hosts.write_text(json.dumps([[f"{LOOPBACK}:{port}"] for port in ports]))
         call = CALL.format(function.__module__, function.__name__)
         processes = []
         for rank in range(ranks):
+            hosts = folder / f"{rank}.json"
+            hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports[rank]]))
             env = os.environ | {
                 "MLX_RANK": str(rank),
                 "MLX_HOSTFILE": str(hosts),
