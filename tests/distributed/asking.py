@@ -21,7 +21,7 @@ CLIENTS = 8
 T = TypeVar("T")
 
 
-def environment(home: Path, timeout_s: int = 5) -> dict[str, str]:
+def environment(home: Path, timeout_s: int = 8) -> dict[str, str]:
     """Of a launcher. timeout_s: how long a rank may be silent."""
     return os.environ | {
         "MLXSERVE_HOME": str(home),
@@ -36,10 +36,11 @@ def serving(
     ranks: int,
     env: dict[str, str],
     args: Sequence[str] = (),
+    stages: int = 1,
     program: Sequence[str] = PROGRAM,
 ) -> AbstractContextManager[Process]:
-    """ranks: 0 for a server without a launcher."""
-    start = ["launch", "-n", str(ranks), "--"] if ranks else []
+    """ranks: 0 for a server without a launcher; stages: of a pipeline, into which they divide."""
+    start = ["launch", "-n", str(ranks), "--pipeline", str(stages), "--"] if ranks else []
     return running([*program, *start, "serve", str(model), "--port", "0", *args], env)
 
 

@@ -1,6 +1,7 @@
 """Every kind of cache over two ranks, and all that the engine can do at once, over HTTP."""
 
 import contextlib
+import itertools
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,8 @@ from mlxserve import LLM
 from mlxserve.config import EngineConfig
 from mlxserve.engine import cache_plan
 from mlxserve.errors import CapacityError
-from mlxserve.opening import open_model
+from mlxserve.models.registry import build
+from mlxserve.opening import Opened, open_model
 from tests.distributed.asking import CLIENTS, Told, at_once, check_close, environment, serving, tell
 from tests.support import serving as in_process
 from tests.support.model_dir import write_model_dir
@@ -37,7 +39,7 @@ class Kind(NamedTuple):
     model: str
     options: dict[str, Any]
     pages: int = 8
-    preempts: bool = True
+    preempts: bool = False
 
     @property
     def packed(self) -> bool:
@@ -46,19 +48,19 @@ class Kind(NamedTuple):
 
 KEEP = {"max_kv_size": 100, "keep": 4}
 KINDS = {
-    "full": Kind("llama", {}),
-    "windows": Kind("mistral", {}, 12, preempts=False),
+    "full": Kind("llama", {}, preempts=True),
+    "windows": Kind("mistral", {}, 12),
     "full and windows": Kind("gemma3", {}),
-    "keep": Kind("llama", KEEP, 12, preempts=False),
-    "keep, over a page": Kind("llama", {"max_kv_size": 150, "keep": 70}, 12, preempts=False),
-    "8 bits": Kind("llama", {"kv_bits": 8}, preempts=False),
-    "4 bits": Kind("llama", {"kv_bits": 4}, preempts=False),
-    "8/4 bits": Kind("llama", {"kv_bits": "8/4"}, preempts=False),
-    "full and windows, 8 bits": Kind("gemma3", {"kv_bits": 8}, preempts=False),
-    "keep, 8/4 bits": Kind("llama", KEEP | {"kv_bits": "8/4"}, 12, preempts=False),
+    "keep": Kind("llama", KEEP, 12),
+    "keep, over a page": Kind("llama", {"max_kv_size": 150, "keep": 70}, 12),
+    "8 bits": Kind("llama", {"kv_bits": 8}),
+    "4 bits": Kind("llama", {"kv_bits": 4}),
+    "8/4 bits": Kind("llama", {"kv_bits": "8/4"}),
+    "full and windows, 8 bits": Kind("gemma3", {"kv_bits": 8}),
+    "keep, 8/4 bits": Kind("llama", KEEP | {"kv_bits": "8/4"}, 12),
     "full, nothing shared": Kind("llama", {"prefix_cache": False}),
 }
-QUICK = ("full and windows, 8 bits", "keep, 8/4 bits")
+QUICK = ((1, "keep, 8/4 bits"), (2, "full and windows, 8 bits"))  # stages, and the cache
 SPARE_BYTES = 64 << 10  # that a rank may hold beside its part of the model
 CLOSE, CLOSE_IF_PACKED = 1e-4, 5e-3  # what is packed may be rounded the other way
 
@@ -123,16 +125,25 @@ class Half:
         return x
 
 
-def memory_bytes(model: Path, kind: Kind) -> int:
+def pages(opened: Opened, stages: int) -> int:
+    """Of the largest group, as many as both ranks have memory for. Raises CapacityError."""
+    if stages == 1:
+        parts = [opened.part(Half())]
+    else:
+        n = build(opened.checkpoint.config).config.layers
+        parts = [opened.part(layers=range(-(-n // 2))), opened.part(layers=range(-(-n // 2), n))]
+    plans = [cache_plan.plan_of(opened.load(part), opened.config)[2] for part in parts]
+    return max(min(counts) for counts in zip(*(p.pool_pages for p in plans), strict=True))
+
+
+def memory_bytes(model: Path, kind: Kind, stages: int) -> int:
     """The least for a rank that leaves room for its pages, so that there is never enough."""
     low, high = 1 << 20, 16 << 20
     while high - low > 4096:
         middle = (low + high) // 2
         config = EngineConfig(**kind.options | BATCH, memory_limit_bytes=middle)
         try:
-            opened = open_model(model, config)
-            plan = cache_plan.plan_of(opened.load(opened.part(Half())), config)[2]
-            enough = max(plan.pool_pages) >= kind.pages
+            enough = pages(open_model(model, config), stages) >= kind.pages
         except CapacityError:
             enough = False
         low, high = (low, middle) if enough else (middle, high)
@@ -147,10 +158,11 @@ def flags(options: dict[str, Any]) -> list[str]:
     return args
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in KINDS
+@pytest.mark.parametrize(("stages", "name"), [
+    pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)
+    for case in itertools.product((1, 2), KINDS)
 ])  # fmt: skip
-def test_two_ranks_answer_as_one_process_whatever_happens_meanwhile(tmp_path, name):
+def test_two_ranks_answer_as_one_process_whatever_happens_meanwhile(tmp_path, stages, name):
     """The same to the last bit once more, from what is cached, and alone."""
     kind = KINDS[name]
     asked = all_asked(150 if kind.preempts else 14)
@@ -160,9 +172,10 @@ def test_two_ranks_answer_as_one_process_whatever_happens_meanwhile(tmp_path, na
         in_process.serving(llm) as whole,
     ):
         right = [tell(whole.url, one) for one in asked]
-    memory_gib = memory_bytes(model, kind) / (1 << 30)
+    memory_gib = memory_bytes(model, kind, stages) / (1 << 30)
     args = [*flags(kind.options | BATCH), "--memory", f"{memory_gib:.9f}"]
-    with serving(model, ranks=2, env=environment(tmp_path, timeout_s=20), args=args) as server:
+    env = environment(tmp_path, timeout_s=20)
+    with serving(model, ranks=2, stages=stages, env=env, args=args) as server:
         first, second = ask_all(server.url, asked), ask_all(server.url, asked)
         seen = figures(server)
         assert first == second
