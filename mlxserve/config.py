@@ -13,9 +13,11 @@ Environment:
     MLXSERVE_CPU_LEVEL: avx512vnni, avx512, avx2 or portable, for the native CPU kernels (default:
         the best).
     MLXSERVE_CPU_THREADS: threads of the native CPU kernels (default: the cores it may use).
-    MLXSERVE_RANK, MLXSERVE_RANKS, MLXSERVE_CONTROL, MLXSERVE_CONTROL_KEY, MLXSERVE_BACKEND,
-        MLXSERVE_PEER_TIMEOUT_S, MLXSERVE_LISTEN_FD, MLXSERVE_READY_FD: set by `mlxserve launch` for
-        the processes that it starts.
+    MLXSERVE_RANK, MLXSERVE_RANKS, MLXSERVE_TENSOR, MLXSERVE_CONTROL, MLXSERVE_CONTROL_KEY,
+        MLXSERVE_BACKEND, MLXSERVE_LISTEN_FD, MLXSERVE_READY_FD, MLXSERVE_LAUNCHER_FD: set by
+        `mlxserve launch` for the processes that it starts.
+    MLXSERVE_PEER_TIMEOUT_S: how many seconds one of these may be silent before it counts as lost
+        (default: 10).
     MLXSERVE_API_KEYS: keys of the HTTP server, separated by commas; where others can't see them, as
         they can see a command line (default: none).
     HF_HUB_OFFLINE: 1 downloads nothing, from the Hub or elsewhere (default: off).
@@ -174,6 +176,8 @@ def placement() -> Placement | None:
     try:
         host, _, port = os.environ["MLXSERVE_CONTROL"].rpartition(":")
         size = int(os.environ["MLXSERVE_RANKS"])
+        if size == 1:
+            return None
         return Placement(
             rank=int(rank),
             size=size,
@@ -198,6 +202,11 @@ def listen_fd() -> int | None:
 def ready_fd() -> int | None:
     """A pipe that the launcher reads: a byte tells it that the server has begun. Or None."""
     return _descriptor("MLXSERVE_READY_FD")
+
+
+def launcher_fd() -> int | None:
+    """A pipe that the launcher holds as long as it lives, or None."""
+    return _descriptor("MLXSERVE_LAUNCHER_FD")
 
 
 def _descriptor(name: str) -> int | None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from mlxserve import config
 from mlxserve.errors import RequestError
 
 if TYPE_CHECKING:
@@ -33,8 +34,11 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def end_on_broken_pipe() -> None:
     """Let `mlxserve ... | head` end this process quietly, as it ends any other Unix program.
 
-    Not for a command that writes to sockets: there, too, a peer that went away would end it.
+    Not for a command that writes to sockets: there, too, a peer that went away would end it. So a
+    rank leaves it out, too.
     """
+    if config.placement() is not None:
+        return
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
 
 

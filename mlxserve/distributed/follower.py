@@ -14,7 +14,7 @@ from mlxserve.cache.storage import Storage
 from mlxserve.config import Placement
 from mlxserve.distributed import saved
 from mlxserve.distributed.group import Ranks, divided
-from mlxserve.distributed.link import LOST_EXIT, Link, read, write
+from mlxserve.distributed.link import LOST_EXIT, Link, end_with_launcher, read, write
 from mlxserve.distributed.messages import (
     Finish,
     Get,
@@ -47,6 +47,7 @@ def follow(placement: Placement, open_model: Callable[[], Opened]) -> None:
     ModelError, RequestError and CapacityError where that fails at the start; later, where rank 0 is
     lost, the process ends, since collectives would wait for it for ever.
     """
+    end_with_launcher()
     connection = _connect(placement)
     opened = open_model()
     powers = power(opened) if placement.stages > 1 else None

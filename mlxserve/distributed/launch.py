@@ -91,11 +91,17 @@ def launch(
 
 @contextlib.contextmanager
 def started(
-    group: Group, module: str, args: Sequence[str], *, env: Mapping[str, str] = {}, **first: Any
+    group: Group,
+    module: str,
+    args: Sequence[str],
+    *,
+    env: Mapping[str, str] = {},
+    pass_fds: Sequence[int] = (),
+    stdout: int | None = None,
 ) -> Iterator[list[subprocess.Popen]]:
     """Run a module of Python as all ranks of a group; at the end they are killed.
 
-    env, first: rank 0's own variables and options of Popen. Raises as `launch` does.
+    env, pass_fds, stdout: rank 0's own. Raises as `launch` does.
     """
     hosts = group.roster.hosts
     with reached(hosts, group.python) as answers, tempfile.TemporaryDirectory() as folder:
@@ -104,6 +110,7 @@ def started(
         file = Path(folder) / "hosts.json"
         file.write_text(text)
         processes: list[subprocess.Popen] = []
+        alive, held = os.pipe()  # whose other end is closed when this process is gone
         try:
             for rank in range(len(hosts)):
                 own = shared | {"MLX_RANK": str(rank), "MLXSERVE_RANK": str(rank)}
@@ -111,14 +118,19 @@ def started(
                     remote.send(Orders(module, list(args), own, {name: text}))
                     processes.append(remote.process)
                     continue
-                own = {**os.environ, **own, name: str(file)}
+                own = {**os.environ, **own, name: str(file), "MLXSERVE_LAUNCHER_FD": str(alive)}
                 if rank:
-                    processes.append(_follower(rank, module, args, own))
+                    processes.append(_follower(rank, module, args, own, pass_fds=[alive]))
                 else:
-                    processes.append(_start(module, args, {**own, **env}, **first))
+                    fds = [alive, *pass_fds]
+                    processes.append(
+                        _start(module, args, {**own, **env}, pass_fds=fds, stdout=stdout)
+                    )
             yield processes
         finally:
             end(processes)
+            os.close(alive)
+            os.close(held)
 
 
 def _sound(answers: Sequence[tuple[Remote, Report | Fault]]) -> dict[int, Report]:
@@ -174,12 +186,13 @@ def _start(
 
 
 def _follower(
-    rank: int, module: str, args: Sequence[str], env: Mapping[str, str]
+    rank: int, module: str, args: Sequence[str], env: Mapping[str, str], **how: Any
 ) -> subprocess.Popen:
     process = _start(
         module,
         args,
         env,
+        **how,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

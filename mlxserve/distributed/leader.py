@@ -18,7 +18,7 @@ from mlxserve.cache.transfer import Pages
 from mlxserve.config import Placement
 from mlxserve.config import placement as placement_here
 from mlxserve.distributed.group import Pipe, Ranks, divided
-from mlxserve.distributed.link import LOST_EXIT, Link, read, write
+from mlxserve.distributed.link import LOST_EXIT, Link, end_with_launcher, read, write
 from mlxserve.distributed.messages import (
     Finish,
     Hello,
@@ -209,6 +209,7 @@ def lead(opened: Opened) -> tuple[Leader | None, Shard | None]:
             f"this is rank {placement.rank} of {placement.size}, which only computes for rank 0; "
             "run `mlxserve generate` or `serve` with `mlxserve launch`"
         )
+    end_with_launcher()
     leader = Leader(placement)
     try:
         leader.shard = leader.meet(opened)

@@ -1,6 +1,8 @@
 """A connection between two ranks, over which each tells the other what to do, and that it lives."""
 
 import contextlib
+import logging
+import os
 import queue
 import socket
 import struct
@@ -9,11 +11,14 @@ from collections.abc import Callable
 
 import msgspec
 
+from mlxserve.config import launcher_fd
 from mlxserve.distributed.messages import Message, Ping, Stop, decode, encode
 from mlxserve.errors import PeerLost
 
+logger = logging.getLogger(__name__)
+
 MAX_MESSAGE_BYTES = 64 << 20
-LOST_EXIT = 3  # the exit code of a rank that lost another
+LOST_EXIT = 3  # the exit code of a rank that lost another, or its launcher
 BEATS = 4  # signs of life within the time after which one that is silent counts as lost
 _LENGTH = struct.Struct("!I")
 
@@ -81,6 +86,19 @@ class Link:
         if not self._over.is_set():
             self._over.set()
             self._on_lost(f"{self.peer} {how}")
+
+
+def end_with_launcher() -> None:
+    """End this process where the launcher on this machine has gone without ending it."""
+    if (fd := launcher_fd()) is not None:
+        threading.Thread(target=_wait_for_launcher, args=(fd,), daemon=True).start()
+
+
+def _wait_for_launcher(fd: int) -> None:
+    """On a thread: the main one may be stuck in a collective."""
+    os.read(fd, 1)
+    logger.error("the launcher is gone; this rank ends too")
+    os._exit(LOST_EXIT)
 
 
 def write(connection: socket.socket, message: Message) -> None:

@@ -58,11 +58,11 @@ def ask_all(url):
     return at_once(lambda client: ask(url, client))
 
 
-def check(model, env, close, args=()):
+def check(model, env, close, stages=1):
     """Two ranks against one process; and each client alone as in the batch, to the last bit."""
-    with serving(model, ranks=0, env=env, args=args) as alone:
+    with serving(model, ranks=0, env=env) as alone:
         expected = ask_all(alone.url)
-    with serving(model, ranks=2, env=env, args=args) as server:
+    with serving(model, ranks=2, stages=stages, env=env) as server:
         got = ask_all(server.url)
         for (text, logprobs), (right, theirs) in zip(got, expected, strict=True):
             assert text == right
@@ -79,36 +79,46 @@ def test_answers_are_those_of_one_process(models, env, name):
     check(models[name], env, CLOSE)
 
 
-@pytest.mark.parametrize("args", [
-    ["--kv-bits", "8"],
-    pytest.param(["--max-kv-size", "100", "--keep", "4"], marks=pytest.mark.slow),
-    pytest.param(["--no-prefix-cache"], marks=pytest.mark.slow),
-], ids=" ".join)  # fmt: skip
-def test_so_they_are_with_every_kind_of_cache(models, env, args):
-    """What is packed may be rounded the other way where the order of sums moved a number."""
-    check(models["gemma3"], env, 5e-3 if "--kv-bits" in args else CLOSE, args)
-
-
 @pytest.mark.real
-@pytest.mark.parametrize("weights", [
-    "smollm2_gguf", pytest.param("gemma3_gguf", marks=pytest.mark.slow),
+@pytest.mark.parametrize(("weights", "stages"), [
+    ("smollm2_gguf", 1),
+    ("smollm2_gguf", 2),
+    pytest.param("gemma3_gguf", 1, marks=pytest.mark.slow),
+    pytest.param("gemma3_gguf", 2, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_real_weights(env, weights, request):
+def test_real_weights(env, weights, stages, request):
     """Quantised ones: activations are rounded to 16 bits, here and there to another number."""
-    check(request.getfixturevalue(weights), env, 2e-2)
+    check(request.getfixturevalue(weights), env, 2e-2, stages=stages)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only on Linux, for /proc")
-@pytest.mark.parametrize(("number", "rank", "idle", "within_s"), [
-    (signal.SIGKILL, 1, False, 10), (signal.SIGKILL, 1, True, 10), (signal.SIGKILL, 0, False, 10),
-    pytest.param(signal.SIGSTOP, 1, False, 18, marks=pytest.mark.slow),
-], ids=["killed", "killed while idle", "rank 0 killed", "stopped"])  # fmt: skip
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux, for /proc")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_when_the_launcher_is_killed_its_ranks_end(models, env, stages):
+    """They would compute for nobody, and spin."""
+    with serving(models["llama"], ranks=2, stages=stages, env=env) as server:
+        processes = ranks_of(server.process)
+        assert set(processes) == {0, 1}
+        server.signal(signal.SIGKILL)
+        wait_until(lambda: not any(path.exists() for path in processes.values()), "all have ended")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only on Linux, for /proc")
+@pytest.mark.parametrize(("number", "rank", "idle", "within_s", "stages"), [
+    (signal.SIGKILL, 1, False, 10, 1),
+    (signal.SIGKILL, 1, True, 10, 1),
+    (signal.SIGKILL, 0, False, 10, 1),
+    (signal.SIGKILL, 1, False, 10, 2),
+    pytest.param(signal.SIGSTOP, 1, False, 24, 1, marks=pytest.mark.slow),
+    pytest.param(signal.SIGSTOP, 1, False, 24, 2, marks=pytest.mark.slow),
+], ids=["killed", "killed while idle", "rank 0 killed", "a stage killed", "stopped",
+        "a stage stopped"])  # fmt: skip
 def test_when_one_rank_is_gone_all_end_and_new_ones_begin(
-    models, env, number, rank, idle, within_s
+    models, env, number, rank, idle, within_s, stages
 ):
-    """Within five seconds, or five more where one is silent, and twice that on a busy machine.
+    """Within five seconds, or eight more where one is silent, and twice that on a busy machine.
     Requests are told when to try again meanwhile, and the address is never given up."""
-    with serving(models["llama"], ranks=2, env=env) as server:
+    with serving(models["llama"], ranks=2, stages=stages, env=env) as server:
         processes = ranks_of(server.process)
         assert set(processes) == {0, 1}
         with contextlib.ExitStack() as stack:

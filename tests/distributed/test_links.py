@@ -36,7 +36,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def env(tmp_path):
-    return environment(tmp_path)
+    return environment(tmp_path, timeout_s=5)
 
 
 def program(link: str, fault: str, when: str) -> list[str]:

@@ -39,6 +39,12 @@ def make_model(home, **changes):
     write_model_dir(home / "llama", tiny_llama(**SIZES | changes))
 
 
+OLDER = """from importlib import metadata
+found = metadata.version
+metadata.version = lambda name: "0.0.9" if name == "mlxserve" else found(name)
+"""
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """Of a user, with a model in it."""
@@ -175,10 +181,10 @@ def test_a_host_that_does_not_answer_is_given_some_time_only(env, monkeypatch):
 @pytest.fixture
 def older(tmp_path):
     """A host where another version is installed."""
-    info = tmp_path / "older" / "mlxserve-0.0.9.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mlxserve\nVersion: 0.0.9\n")
-    return {"127_0_0_2": {"PYTHONPATH": str(info.parent)}}
+    folder = tmp_path / "older"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(OLDER)
+    return {"127_0_0_2": {"PYTHONPATH": str(folder)}}
 
 
 def test_another_version_there_is_named(env, older):

@@ -71,15 +71,16 @@ def run(link: str, fault: str, when: str, args: list[str]) -> int:
     start: Callable[..., Any] = launch._start
     groups = 0
 
-    def started(rank: int, command: list[str], env: dict[str, str], **how: Any) -> Any:
+    def started(module: str, args: list[str], env: dict[str, str], **how: Any) -> Any:
         nonlocal groups
+        rank = int(env["MLXSERVE_RANK"])
         if rank == 0:
             links.renew()
             groups += 1
         through = links.environment(rank, env)
         if when == START and groups == 1:
             links.fail(link)
-        return start(rank, command, through, **how)
+        return start(module, args, through, **how)
 
     launch._start = started  # type: ignore[assignment]
     signal.signal(signal.SIGUSR1, lambda *_: links.fail(link))
