@@ -29,7 +29,7 @@ from mlxserve.distributed.messages import (
     Step,
     Welcome,
 )
-from mlxserve.distributed.placement import place_stages, power
+from mlxserve.distributed.placement import alike_on_one_host, place_stages, power
 from mlxserve.distributed.saved import WholeCache
 from mlxserve.distributed.watchdog import Watchdog
 from mlxserve.errors import ModelError, PeerLost, RequestError
@@ -256,10 +256,11 @@ def _layers(
     """Those of each rank, None for all. Raises RequestError, here and there."""
     if placement.stages == 1:
         return [None] * placement.size
-    powers = [power(opened)]
-    powers += [hello.power or powers[0] for _, (_, hello) in sorted(arrived.items())]
+    own = power(opened)
+    powers = {0: own} | {rank: hello.power or own for rank, (_, hello) in arrived.items()}
+    hosts = {0: socket.gethostname()} | {rank: hello.host for rank, (_, hello) in arrived.items()}
     try:
-        stages = place_stages(opened, powers, placement.tensor)
+        stages = place_stages(opened, alike_on_one_host(powers, hosts), placement.tensor)
     except RequestError as error:
         _refuse((connection for connection, _ in arrived.values()), error)
         raise

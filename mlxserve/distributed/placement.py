@@ -1,6 +1,6 @@
 """Which layers each stage of a pipeline has, by the memory and the speed of its machines."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import cast
 
@@ -32,6 +32,19 @@ def power(opened: Opened) -> Power:
     """Of this machine; measured, where its chip isn't known."""
     limit = opened.config.memory_limit_bytes or device_limit_bytes()
     return Power(limit, memory_bandwidth(device.name())[0])
+
+
+def alike_on_one_host(powers: Mapping[int, Power], hosts: Mapping[int, str]) -> list[Power]:
+    """Of all ranks, by number, with one speed for all of a host, which they have measured at once.
+
+    powers, hosts: by rank, what it has, and the name of its machine.
+    """
+    ranks = sorted(powers)
+    speeds = {
+        host: max(powers[rank].bytes_per_s for rank in ranks if hosts[rank] == host)
+        for host in set(hosts.values())
+    }
+    return [Power(powers[rank].memory_bytes, speeds[hosts[rank]]) for rank in ranks]
 
 
 def place_stages(opened: Opened, powers: Sequence[Power], tensor: int) -> list[range]:

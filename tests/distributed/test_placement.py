@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from mlxserve.config import EngineConfig
-from mlxserve.distributed.placement import Power, place_stages
+from mlxserve.distributed.placement import Power, alike_on_one_host, place_stages
 from mlxserve.errors import RequestError
 from mlxserve.opening import open_model
 from tests.support.model_dir import write_weights
@@ -38,6 +38,12 @@ def counts(opened, powers, tensor=1):
 ])  # fmt: skip
 def test_faster_machines_have_more_layers(opened, speeds, expected):
     assert counts(opened, [(GIB, speed) for speed in speeds]) == expected
+
+
+def test_ranks_of_one_machine_are_alike_whatever_they_measured():
+    powers = {1: Power(2, 50), 0: Power(1, 100), 2: Power(3, 70)}
+    found = alike_on_one_host(powers, {0: "mini", 1: "mini", 2: "studio"})
+    assert found == [Power(1, 100), Power(2, 100), Power(3, 70)]
 
 
 def test_a_stage_is_as_fast_as_its_slowest_rank(opened):
