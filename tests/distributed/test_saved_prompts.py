@@ -29,21 +29,24 @@ CLOSE = 1e-4  # of log-probabilities
 
 
 class Case(NamedTuple):
-    """kv_bits: of the cache; tokens: that the file has."""
+    """ranks: and stages of the pipeline that they are; kv_bits: of the cache; tokens: that the file
+    has."""
 
     make: Callable[[], Tiny]
-    ranks: int
+    ranks: tuple[int, int]
     kv_bits: str | None = None
     tokens: int = len(BOOK)
 
 
 CASES = {
-    "windows of two pages": Case(lambda: tiny_gemma3(sliding_window=70, **SIZES), 2),
+    "windows of two pages, two stages": Case(
+        lambda: tiny_gemma3(sliding_window=70, **SIZES), (2, 2)
+    ),
     "packed, 2 and 1 heads": Case(
         lambda: tiny_llama(num_attention_heads=9, num_key_value_heads=3, hidden_size=144, **SIZES),
-        2, "8/4", 192,
+        (2, 1), "8/4", 192,
     ),
-    "one head on three ranks": Case(lambda: tiny_llama(num_key_value_heads=1, **SIZES), 3),
+    "one head on three ranks": Case(lambda: tiny_llama(num_key_value_heads=1, **SIZES), (3, 1)),
 }  # fmt: skip
 
 
@@ -66,7 +69,8 @@ def written(path, tiny):
 
 
 def launched(env, ranks, *command):
-    args = [*LAUNCH, str(ranks), "--", *map(str, command)]
+    count, stages = map(str, ranks)
+    args = [*LAUNCH, count, "--pipeline", stages, "--", *map(str, command)]
     return subprocess.run(args, env=env, capture_output=True, timeout=TIMEOUT_S, text=True)
 
 
@@ -124,7 +128,10 @@ def same_but_for_last_bits(one, other):
 
 
 def test_a_server_of_two_ranks_has_it_for_each_of_its_users(env, tmp_path):
-    model, saved = written(tmp_path / "model", CASES["windows of two pages"].make()), tmp_path / "c"
+    model, saved = (
+        written(tmp_path / "model", CASES["windows of two pages, two stages"].make()),
+        tmp_path / "c",
+    )
     with mlxserve.load(model) as llm:
         expected = asked(llm)
         llm.save_cache(saved, BOOK)
@@ -150,7 +157,7 @@ def test_a_file_of_another_model_is_refused_by_name(env, tmp_path):
     saved = tmp_path / "c"
     with mlxserve.load(other) as llm:
         llm.save_cache(saved, BOOK)
-    done = launched(env, 2, "generate", "--model", model, "-p", "x", "--prompt-cache", saved)
+    done = launched(env, (2, 1), "generate", "--model", model, "-p", "x", "--prompt-cache", saved)
     assert done.returncode == 2
     assert f"error: {saved}: it was made with model" in done.stderr
     assert "is lost" not in done.stderr
