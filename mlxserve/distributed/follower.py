@@ -53,7 +53,8 @@ def follow(placement: Placement, open_model: Callable[[], Opened]) -> None:
     powers = power(opened) if placement.stages > 1 else None
     layers = _meet(placement, connection, opened.facts(), powers)
     ranks = Ranks(placement.backend)  # before the link, whose threads can't run meanwhile
-    link = Link(connection, "rank 0", placement.timeout_s, _end)
+    signal = device.pressure_signal()
+    link = Link(connection, "rank 0", placement.timeout_s, _end, signal)
     group, stage = divided(ranks, placement.tensor)
     try:
         model = opened.load(opened.part(group, layers))

@@ -17,6 +17,7 @@ from mlxserve.cache.storage import Storage
 from mlxserve.cache.transfer import Pages
 from mlxserve.config import Placement
 from mlxserve.config import placement as placement_here
+from mlxserve.device import Pressure
 from mlxserve.distributed.group import Pipe, Ranks, divided
 from mlxserve.distributed.link import LOST_EXIT, Link, end_with_launcher, read, write
 from mlxserve.distributed.messages import (
@@ -131,6 +132,13 @@ class Leader:
             return heads[rank % tensor] if here is None or layer in here else range(0)
 
         return WholeCache(storage, groups, self.count + 1, kept, self._ask, self.resize)
+
+    def signal(self, own: Callable[[], Pressure] | None) -> Callable[[], Pressure]:
+        def worst() -> Pressure:
+            here = Pressure.NORMAL if own is None else own()
+            return max(here, *(link.pressure for link in self._links))
+
+        return worst
 
     def cause(self, error: Exception) -> Exception:
         # The collective may fail before the link does.

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from mlxserve.config import launcher_fd
+from mlxserve.device import Pressure
 from mlxserve.distributed.messages import Message, Ping, Stop, decode, encode
 from mlxserve.errors import PeerLost
 
@@ -28,13 +29,21 @@ class Link:
 
     peer: who is at the other end, for messages. timeout_s: how long it may be silent. on_lost:
     called once, on a thread of the link's own, with what went wrong: here, or at the other end,
-    which says so before it ends; not after `close`, or where that one has closed.
+    which says so before it ends; not after `close`, or where that one has closed. signal: what to
+    ask how short of memory this machine is; `pressure` is what the other end last said of its own.
     """
 
     def __init__(
-        self, connection: socket.socket, peer: str, timeout_s: float, on_lost: Callable[[str], None]
+        self,
+        connection: socket.socket,
+        peer: str,
+        timeout_s: float,
+        on_lost: Callable[[str], None],
+        signal: Callable[[], Pressure] | None = None,
     ) -> None:
         self.peer = peer
+        self.pressure = Pressure.NORMAL
+        self._signal = signal
         self.received: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._socket = connection
         self._timeout_s = timeout_s
@@ -70,7 +79,9 @@ class Link:
                     if message.reason:
                         self._lost(f"ends: {message.reason}")
                     self._over.set()
-                if not isinstance(message, Ping):
+                if isinstance(message, Ping):
+                    self.pressure = message.pressure
+                else:
                     self.received.put(message)
         except (OSError, msgspec.DecodeError) as error:
             self._lost(f"is lost: {_reason(error, self._timeout_s)}")
@@ -78,7 +89,7 @@ class Link:
     def _beat(self) -> None:
         while not self._over.wait(self._timeout_s / BEATS):
             try:
-                self.send(Ping())
+                self.send(Ping() if self._signal is None else Ping(self._signal()))
             except PeerLost:
                 return
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from mlxserve.device import Pressure
 from mlxserve.distributed.placement import Power
 from mlxserve.memory import CachePlan
 from mlxserve.sequence import Chunk, Load, Seal, StepPlan
@@ -152,7 +153,9 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ping(msgspec.Struct, tag=True, frozen=True):
-    """A sign of life."""
+    """A sign of life. pressure: how short of memory the sender's machine is."""
+
+    pressure: Pressure = Pressure.NORMAL
 
 
 class Stop(msgspec.Struct, tag=True, frozen=True):

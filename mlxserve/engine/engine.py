@@ -252,7 +252,7 @@ class Engine:
                 started.put(self._failure)
 
     def _loop(self, core: Core) -> None:
-        relief = Relief(core, device.pressure_signal())
+        relief = Relief(core, self.peers.signal(device.pressure_signal()))
         while True:
             if not core.busy:
                 core.settle()

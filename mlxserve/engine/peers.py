@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlxserve.cache.groups import LayerGroup
 from mlxserve.cache.storage import Storage
 from mlxserve.cache.transfer import Pages
+from mlxserve.device import Pressure
 from mlxserve.memory import CachePlan
 from mlxserve.sequence import StepPlan
 
@@ -86,6 +87,10 @@ class Peers(Protocol):
         """
         ...
 
+    def signal(self, own: Callable[[], Pressure] | None) -> Callable[[], Pressure] | None:
+        """What to ask how short of memory any of the machines is. own: of this one."""
+        ...
+
     def cause(self, error: Exception) -> Exception:
         """Of a step that failed with `error`: that a peer is lost, or that error itself."""
         ...
@@ -125,6 +130,9 @@ class NoPeers:
 
     def whole(self, storage: Storage, groups: Sequence[LayerGroup]) -> Pages:
         return storage
+
+    def signal(self, own: Callable[[], Pressure] | None) -> Callable[[], Pressure] | None:
+        return own
 
     def cause(self, error: Exception) -> Exception:
         return error

@@ -14,6 +14,7 @@ from mlxserve.cache.groups import group_layers
 from mlxserve.cache.spec import FullKV, WindowKV
 from mlxserve.cache.storage import Storage
 from mlxserve.config import EngineConfig, Placement
+from mlxserve.device import Pressure
 from mlxserve.distributed import follower, leader
 from mlxserve.distributed.link import MAX_MESSAGE_BYTES, Link, read, write
 from mlxserve.distributed.messages import (
@@ -35,6 +36,7 @@ from mlxserve.sequence import Sequence as Seq
 from mlxserve.types import Request, SamplingParams
 from tests.support.model_dir import write_model_dir
 from tests.support.proxy import Proxy
+from tests.support.serving import wait_until
 from tests.support.tiny import tiny_llama
 
 FACTS = {"mlxserve": "1", "model": "abc"}
@@ -108,6 +110,23 @@ def test_messages_come_in_order_and_signs_of_life_keep_a_link(sockets):
     links[0].close()
     assert isinstance(links[1].received.get(timeout=WAIT_S), Stop)
     assert lost.reasons == []
+
+
+def test_rank_0_heeds_the_memory_of_all_machines(sockets):
+    """A link's signs of life say how short of it the other end is."""
+    lost, level = Losses(), [Pressure.NORMAL]
+    first = leader.Leader(Placement(rank=0, size=2, tensor=2, control=("127.0.0.1", 1), key="k"))
+    first._links.append(Link(sockets[0], "rank 1", 1.0, lost))
+    other = Link(sockets[1], "rank 0", 1.0, lost, lambda: level[0])
+    own = [Pressure.NORMAL]
+    signal = first.signal(lambda: own[0])
+    assert signal() == first.signal(None)() == Pressure.NORMAL
+    level[0] = Pressure.WARNING
+    wait_until(lambda: signal() == Pressure.WARNING, "it was told")
+    own[0] = Pressure.CRITICAL
+    assert signal() == Pressure.CRITICAL
+    other.close()
+    first.close()
 
 
 def test_one_that_hangs_up_without_a_word_is_lost(sockets):
