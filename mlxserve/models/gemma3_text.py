@@ -20,6 +20,7 @@ from mlxserve.models.layers import (
     GatedMLP,
     InnerNorm,
     Linear,
+    NextNorm,
     NoNorm,
     RMSNorm,
     output_head,
@@ -155,12 +156,7 @@ class Block(nn.Module):
         self.post_feedforward_layernorm = InnerNorm(c.width)
 
     def __call__(
-        self,
-        x: mx.array,
-        h: mx.array,
-        positions: mx.array,
-        layer: LayerView,
-        norm: RMSNorm | NoNorm,
+        self, x: mx.array, h: mx.array, positions: mx.array, layer: LayerView, norm: NextNorm
     ) -> tuple[mx.array, mx.array]:
         attended = self.self_attn(h, positions, layer)
         after = self.post_attention_layernorm

@@ -162,26 +162,22 @@ class NoNorm:
         return total, total
 
 
+NextNorm = RMSNorm | NoNorm
+
+
 class Block(Protocol):
     """A layer: what it reads is normalised, what it makes is added to the residual stream."""
 
     input_layernorm: RMSNorm
 
     def __call__(
-        self,
-        x: mx.array,
-        h: mx.array,
-        positions: mx.array,
-        layer: LayerView,
-        norm: RMSNorm | NoNorm,
+        self, x: mx.array, h: mx.array, positions: mx.array, layer: LayerView, norm: NextNorm
     ) -> tuple[mx.array, mx.array]:
         """x: the stream, `[T, D]`; h: its norm; norm: of what comes next, for the h it returns."""
         ...
 
 
-def run_blocks(
-    blocks: Mapping[str, Block], norm: RMSNorm | NoNorm, x: mx.array, view: View
-) -> mx.array:
+def run_blocks(blocks: Mapping[str, Block], norm: NextNorm, x: mx.array, view: View) -> mx.array:
     """Consecutive layers, by their numbers, and what follows them. x: the stream, `[T, D]`.
 
     norm: the model's last, or NoNorm. Returns `[T, D]`. A layer's last sum and the norm that the

@@ -16,6 +16,7 @@ from mlxserve.models.layers import (
     Embedding,
     GatedMLP,
     Linear,
+    NextNorm,
     NoNorm,
     RMSNorm,
     output_head,
@@ -132,12 +133,7 @@ class Block(nn.Module):
         self.mlp = GatedMLP(c.width, len(shard.inner), "silu", bias=c.mlp_bias, group=shard.group)
 
     def __call__(
-        self,
-        x: mx.array,
-        h: mx.array,
-        positions: mx.array,
-        layer: LayerView,
-        norm: RMSNorm | NoNorm,
+        self, x: mx.array, h: mx.array, positions: mx.array, layer: LayerView, norm: NextNorm
     ) -> tuple[mx.array, mx.array]:
         attended = self.self_attn(h, positions, layer)
         x, h = self.post_attention_layernorm.of_sum(attended, x)
