@@ -20,6 +20,7 @@ def is_address(text: str) -> bool:
 
 
 def is_loopback(ip: str) -> bool:
+    """Whether it's an address that only this machine itself reaches."""
     return ipaddress.ip_address(ip).is_loopback
 
 

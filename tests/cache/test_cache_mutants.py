@@ -30,7 +30,7 @@ from tests.cache import test_sharing as sharing
 from tests.cache import test_storage as stored
 from tests.cache.saved import small, small_tensors
 from tests.support.matrix import Cell, committed, prove
-from tests.support.mutants import mutated
+from tests.support.mutants import mutated, params
 from tests.support.schedules import walk
 
 pytestmark = [
@@ -361,8 +361,11 @@ def test_mutants_that_are_left_out_exist():
 
 @pytest.mark.parametrize(
     ("module", "old", "new"),
-    [mutant for mutant in mutants() if mutant[1] not in EQUIVALENT],
-    ids=lambda value: getattr(value, "__name__", value),
+    params(
+        [mutant for mutant in mutants() if mutant[1] not in EQUIVALENT],
+        lambda module, old, new: f"{module.__name__}: {old} -> {new}",
+        one_in=4,
+    ),
 )
 def test_a_mutant_is_caught(module, old, new):
     with mutated(module, old, new):

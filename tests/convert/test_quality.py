@@ -138,6 +138,7 @@ def test_an_interruption_while_comparing_keeps_what_is_written(tmp_path):
     assert made.quality.errors
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("short_text")
 def test_report(tmp_path):
     source = write(tmp_path / "src")

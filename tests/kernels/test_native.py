@@ -159,25 +159,30 @@ def test_cores_follow_affinity_and_quota(monkeypatch, tmp_path):
         assert native.usable_cores() == cores
 
 
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+
+
 @linux
 @pytest.mark.full
-def test_no_function_of_a_level_is_shared(tmp_path):
+@pytest.mark.parametrize(("level", "flags"), [
+    ("avx512vnni", [*AVX512, "-mavx512vnni"]),
+    pytest.param("avx512", AVX512, marks=pytest.mark.slow),
+    pytest.param("avx2", AVX2, marks=pytest.mark.slow),
+    ("portable", []),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_no_function_of_a_level_is_shared(tmp_path, level, flags):
     """One that the linker may take from any file could hold instructions that a machine lacks."""
     if not shutil.which("nm") or not shutil.which("g++"):
         pytest.skip("needs g++ and nm")
-    folder = ROOT / "mlxserve" / "kernels" / "cpu"
-    avx2 = ["-mavx2", "-mfma", "-mf16c"]
-    avx512 = [*avx2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-    vnni = [*avx512, "-mavx512vnni"]
-    levels = {"avx512vnni": vnni, "avx512": avx512, "avx2": avx2, "portable": []}
-    for level, flags in levels.items():
-        target = tmp_path / f"{level}.o"
-        command = ["g++", "-std=c++20", "-O1", "-Wno-psabi", *flags, "-c", "-o", str(target)]
-        subprocess.run([*command, str(folder / f"level_{level}.cpp")], check=True)
-        symbols = subprocess.run(["nm", str(target)], check=True, capture_output=True, text=True)
-        own = f"8mlxserve{len(level)}{level}"  # the level's own namespace
-        weak = [line for line in symbols.stdout.splitlines() if line.split()[-2] in "WVu"]
-        assert [line for line in weak if own not in line] == []
+    source = ROOT / "mlxserve" / "kernels" / "cpu" / f"level_{level}.cpp"
+    target = tmp_path / f"{level}.o"
+    command = ["g++", "-std=c++20", "-O1", "-Wno-psabi", *flags, "-c", "-o", str(target)]
+    subprocess.run([*command, str(source)], check=True)
+    symbols = subprocess.run(["nm", str(target)], check=True, capture_output=True, text=True)
+    own = f"8mlxserve{len(level)}{level}"  # the level's own namespace
+    weak = [line for line in symbols.stdout.splitlines() if line.split()[-2] in "WVu"]
+    assert [line for line in weak if own not in line] == []
 
 
 CROWDED = """

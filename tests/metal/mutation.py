@@ -3,22 +3,12 @@
 import re
 
 import numpy as np
-import pytest
 
 from mlxserve.kernels import attention
 from tests.support.metal import KernelError
 
-EACH = 16  # one of so many is in `make test`, since each is compiled; `make test-slow` has all
 BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\([^;]*\);")
 BOUND = re.compile(r"(?<=[\w)\]]) < (?=[\w(])")
-
-
-def params(mutants, name, one_in=EACH):
-    """For `parametrize`: name gives the id of one, which is a tuple. one_in: see EACH."""
-    return [
-        pytest.param(*each, id=name(*each), marks=() if i % one_in == 0 else pytest.mark.slow)
-        for i, each in enumerate(mutants)
-    ]
 
 
 def mutants_of(text, swapped):

@@ -135,7 +135,7 @@ def trace(shape: Shape, layers: int, rows: int) -> list[Operation]:
 
     with on_metal(run):
         model: Any = models.build({**shape.config, "num_hidden_layers": layers})
-        for block in model.model.layers if shape.experts else ():
+        for block in model.model.layers.values() if shape.experts else ():
             block.mlp = Experts(shape)
         _pack(model)
         groups = group_layers(model.layer_specs())

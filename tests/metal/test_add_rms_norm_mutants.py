@@ -9,9 +9,10 @@ import pytest
 
 from mlxserve.kernels.metal.add_rms_norm import KERNEL, sum_and_norm
 from mlxserve.kernels.metal.launch import source
-from tests.metal.mutation import kernel_mutants, params
+from tests.metal.mutation import kernel_mutants
 from tests.metal.test_add_rms_norm import EPS, case, exact_norm, wide
 from tests.support.metal import KernelError, emulate
+from tests.support.mutants import params
 
 pytestmark = pytest.mark.full
 

@@ -13,8 +13,9 @@ from mlxserve.kernels.metal import chunk_attention
 from mlxserve.kernels.metal.launch import source
 from mlxserve.kernels.pages import PackedPages
 from tests.kernels.paged import Paged
-from tests.metal.mutation import kernel_mutants, params
+from tests.metal.mutation import kernel_mutants
 from tests.support.metal import KernelError, cost, emulate
+from tests.support.mutants import params
 
 pytestmark = pytest.mark.full
 

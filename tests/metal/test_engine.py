@@ -82,8 +82,10 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "options"), [
-    *((name, {}) for name in MODELS),
-    ("llama", {"kv_bits": 8}),
+    pytest.param("llama", {}, marks=pytest.mark.slow),  # as the full layer of the last
+    ("windows", {}),
+    ("gemma3", {}),
+    pytest.param("llama", {"kv_bits": 8}, marks=pytest.mark.slow),
     ("windows", {"kv_bits": "8/4"}),
     ("llama", {"max_kv_size": 100}),
 ], ids=str)  # fmt: skip

@@ -9,8 +9,9 @@ import pytest
 from mlxserve.kernels.metal import quantized_matmul
 from mlxserve.kernels.metal.launch import source
 from tests.metal.matmuls import exact, random_case
-from tests.metal.mutation import kernel_mutants, params
+from tests.metal.mutation import kernel_mutants
 from tests.support.metal import KernelError, cost, emulate
+from tests.support.mutants import params
 
 pytestmark = pytest.mark.full
 

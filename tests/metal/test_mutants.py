@@ -14,8 +14,9 @@ import pytest
 from mlxserve.kernels.attention import Options
 from mlxserve.kernels.metal import paged_attention
 from tests.kernels.paged import Paged
-from tests.metal.mutation import attends_rightly, mutants_of, params
+from tests.metal.mutation import attends_rightly, mutants_of
 from tests.support.metal import cost, emulate
+from tests.support.mutants import params
 
 pytestmark = pytest.mark.full
 

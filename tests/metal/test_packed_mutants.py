@@ -12,8 +12,9 @@ from mlxserve.kernels.metal import packed_attention, paged_attention
 from mlxserve.kernels.metal.launch import source
 from mlxserve.kernels.pages import PackedPages
 from tests.kernels.paged import Paged
-from tests.metal.mutation import attends_rightly, kernel_mutants, params
+from tests.metal.mutation import attends_rightly, kernel_mutants
 from tests.support.metal import cost, emulate
+from tests.support.mutants import params
 
 pytestmark = pytest.mark.full
 

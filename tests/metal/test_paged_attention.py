@@ -42,7 +42,9 @@ def check(*shape, **options):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=["f16", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [mx.float16, pytest.param(mx.bfloat16, marks=pytest.mark.slow)], ids=["f16", "bf16"]
+)
 @pytest.mark.parametrize("dim", attention_check.HEAD_DIMS)
 def test_every_head_dim(dim, dtype):
     check(FEW, 2, 3, dim, dtype)

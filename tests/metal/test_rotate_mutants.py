@@ -9,9 +9,10 @@ import pytest
 
 from mlxserve.kernels.metal.launch import source
 from mlxserve.kernels.metal.rotate import KERNEL
-from tests.metal.mutation import kernel_mutants, params
+from tests.metal.mutation import kernel_mutants
 from tests.metal.test_rotate import case, wide
 from tests.support.metal import KernelError, emulate
+from tests.support.mutants import params
 
 pytestmark = pytest.mark.full
 

@@ -89,6 +89,7 @@ def test_a_matrix_that_the_kernel_cannot_serve_is_named(monkeypatch, form, reaso
     assert f"{Q}.weight" in weights  # nothing was loaded
 
 
+@pytest.mark.full
 def test_a_kernel_that_fails_its_check_is_refused(monkeypatch):
     gpu(monkeypatch, "broken", kernels="attention=reference")
     tiny = tiny_llama(num_hidden_layers=1)

@@ -40,16 +40,17 @@ class Packing(NamedTuple):
 
 
 def write_weights(
-    path: Path, tiny: Tiny, packing: Packing | None = None, dtype: mx.Dtype = mx.float32
+    path: Path, tiny: Tiny, packing: Packing | None = None, dtype: mx.Dtype | None = mx.float32
 ) -> Path:
-    """Write config and weights only. packing: of all matrices; dtype: of the rest, and of scales.
+    """Write config and weights only. packing: of all matrices; dtype: of the rest, and of scales,
+    None to keep it.
 
     Makes the directory if it isn't there, and returns it.
     """
     path.mkdir(exist_ok=True)
     config, arrays = dict(tiny.config), {}
     for name, value in tiny.weights.items():
-        value = value.astype(dtype)
+        value = value if dtype is None else value.astype(dtype)
         if packing is None or value.ndim != 2:
             arrays[name] = value
             continue
@@ -94,7 +95,7 @@ def write_model_dir(path: Path, tiny: Tiny | None = None, packing: Packing | Non
     tiny = tiny or tiny_llama(
         vocab_size=VOCAB_SIZE, max_position_embeddings=2048, eos_token_id=END_ID
     )
-    write_weights(path, tiny, packing)
+    write_weights(path, tiny, packing, None if packing is None else mx.float32)
     byte_tokenizer().save(str(path / "tokenizer.json"))
     settings = {"eos_token": SPECIAL[0], "chat_template": CHAT_TEMPLATE}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,15 +1,33 @@
-"""A module with one line of it changed, in place: whoever imported from it runs the mutant."""
+"""Mutants: which of them `make test` has, and a module with one line of it changed in place."""
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+EACH = 16  # one of so many is in `make test`, where each is compiled; `make test-slow` has all
+
+
+def params(
+    mutants: Iterable[tuple[Any, ...]], name: Callable[..., str], one_in: int = EACH
+) -> list[Any]:
+    """For `parametrize`: name gives the id of one, which is a tuple. one_in: see EACH."""
+    return [
+        pytest.param(*each, id=name(*each), marks=() if i % one_in == 0 else pytest.mark.slow)
+        for i, each in enumerate(mutants)
+    ]
 
 
 @contextmanager
 def mutated(module: ModuleType, old: str, new: str) -> Iterator[None]:
-    """Run with `new` where `module` has `old`, which it has once, within a function."""
+    """Run with `new` where `module` has `old`, which it has once, within a function.
+
+    Whoever imported from the module runs the mutant.
+    """
     assert module.__file__ is not None
     source = Path(module.__file__).read_text("utf-8")
     assert source.count(old) == 1, f"{module.__name__} has {old!r} {source.count(old)} times"
