@@ -42,6 +42,7 @@ CPU_LEVELS = ("avx512vnni", "avx512", "avx2", "portable")
 MAX_CPU_THREADS = 256
 Policy = Literal["fcfs", "prefix"]
 MAX_KERNEL_CHECK_S = 3600
+MAX_PEER_TIMEOUT_S = 3600
 KV_BITS = (16, 8, 4)
 MAX_WAIT_S = 86_400
 MIN_KEY_CHARS = 8
@@ -88,15 +89,18 @@ def kernel_overrides() -> dict[str, str]:
 
 def kernel_check_s() -> float:
     """Seconds that checks of Metal kernels may take together. Raises RequestError."""
-    text = os.environ.get("MLXSERVE_KERNEL_CHECK_S") or "60"
+    return _seconds("MLXSERVE_KERNEL_CHECK_S", "60", MAX_KERNEL_CHECK_S)
+
+
+def _seconds(name: str, default: str, most: int) -> float:
+    text = os.environ.get(name) or default
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= MAX_KERNEL_CHECK_S:
+    if not 0 < seconds <= most:
         raise RequestError(
-            f"MLXSERVE_KERNEL_CHECK_S is {text!r}; it must be a number of seconds above 0, up to "
-            f"{MAX_KERNEL_CHECK_S}"
+            f"{name} is {text!r}; it must be a number of seconds above 0, up to {most}"
         )
     return seconds
 
@@ -164,10 +168,6 @@ class Placement:
     def stages(self) -> int:
         return self.size // self.tensor
 
-    @property
-    def stage(self) -> int:
-        return self.rank // self.tensor
-
 
 def placement() -> Placement | None:
     """What `mlxserve launch` told this process; None for one on its own. Raises RequestError."""
@@ -185,13 +185,18 @@ def placement() -> Placement | None:
             control=(host, int(port)),
             key=os.environ["MLXSERVE_CONTROL_KEY"],
             backend=os.environ.get("MLXSERVE_BACKEND", "ring"),
-            timeout_s=float(os.environ.get("MLXSERVE_PEER_TIMEOUT_S", "10")),
+            timeout_s=peer_timeout_s(),
         )
     except (KeyError, ValueError) as error:
         raise RequestError(
             f"MLXSERVE_RANK is {rank!r}, and beside it {error} is missing or wrong; start this "
             "with `mlxserve launch`"
         ) from None
+
+
+def peer_timeout_s() -> float:
+    """Seconds that a rank may be silent. Raises RequestError."""
+    return _seconds("MLXSERVE_PEER_TIMEOUT_S", "10", MAX_PEER_TIMEOUT_S)
 
 
 def listen_fd() -> int | None:

@@ -40,7 +40,7 @@ class Sequence:
     ids: the tokens known so far, prompt first.
     computed: how many of them have (or will have, once the submitted steps ran) keys and values
         in the cache; a step moves it towards the total.
-    pending: tokens sampled by the step in flight and not read yet (0 or 1).
+    pending: tokens sampled by a step in flight and not read yet (0 or 1).
     begun: whether it may hold pages, or a slot.
     hot: ids of the hot pages, oldest first; hot[j] holds page number sealed + j.
     sealed: number of pages sealed so far.

@@ -368,7 +368,8 @@ def test_a_forked_process_is_told_to_load_its_own(tiny_model_dir):
 @pytest.mark.parametrize("delay_s", [0.6, 1.0, 1.6])
 def test_ctrl_c_while_loading_ends_without_an_abort(smollm2_gguf, delay_s):
     """Whenever it comes: also during the imports, or after the answer began."""
-    script = "import sys, mlxserve; mlxserve.generate(sys.argv[1], 'a', max_tokens=50)"
+    how = "max_tokens=2000, ignore_eos=True"
+    script = f"import sys, mlxserve; mlxserve.generate(sys.argv[1], 'a', {how})"
     child = subprocess.Popen(
         [sys.executable, "-c", script, str(smollm2_gguf)], stderr=subprocess.PIPE, text=True
     )

@@ -104,7 +104,7 @@ class Storage:
         """Of pages that wait to be sealed: int32 `[n, 2]` for each group, or nothing."""
         if not self._moves:
             return []
-        return [self._moves[group.layers[0]] for group in self.groups]
+        return [self._moves[group.layers[0]] for group in self.groups if group.layers]
 
     def write(self, layer: int, index: mx.array, k: mx.array, v: mx.array | None) -> None:
         """Put new tokens at flat hot positions, then seal. index: int32 `[T]`; k, v: `[T, Hk, D]`.

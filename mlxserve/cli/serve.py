@@ -164,9 +164,6 @@ def serve(
 
     models.follow_if_told(name, engine)  # what follows is rank 0's alone, files too
     _check_options(served_name, max_body_mb, grace, tool_format, reasoning_format)
-    from mlxserve.cli import models
-
-    models.follow_if_told(name, engine)  # before files are read that only rank 0's machine has
     saved = options.saved_prompt(prompt_cache, prefix_cache=not no_prefix_cache)
     given = {
         "temperature": temperature,

@@ -32,6 +32,7 @@ from mlxserve.engine import cache_plan
 from mlxserve.engine.forward import Forward, Passed
 from mlxserve.engine.peers import Stage
 from mlxserve.errors import InvariantError, MlxserveError, ModelError
+from mlxserve.kernels.pages import dtype_name
 from mlxserve.models.base import Group, Model
 from mlxserve.opening import Opened
 
@@ -48,10 +49,12 @@ def follow(placement: Placement, open_model: Callable[[], Opened]) -> None:
     lost, the process ends, since collectives would wait for it for ever.
     """
     end_with_launcher()
-    connection = _connect(placement)
+    _connect(placement).close()  # rank 0 listens once it has found the model
     opened = open_model()
     powers = power(opened) if placement.stages > 1 else None
-    layers = _meet(placement, connection, opened.facts(), powers)
+    facts = opened.facts()
+    connection = _connect(placement)  # where a rank has to speak at once
+    layers = _meet(placement, connection, facts, powers)
     ranks = Ranks(placement.backend)  # before the link, whose threads can't run meanwhile
     signal = device.pressure_signal()
     link = Link(connection, "rank 0", placement.timeout_s, _end, signal)
@@ -62,7 +65,7 @@ def follow(placement: Placement, open_model: Callable[[], Opened]) -> None:
     except MlxserveError as error:
         link.send(Refusal(str(error)))
         raise
-    link.send(Sizes.of(plan))
+    link.send(Sizes.of(plan, dtype_name(model.dtype)))
     match link.received.get():
         case Sizes() as sizes:
             agreed = sizes.plan()

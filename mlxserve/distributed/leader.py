@@ -84,10 +84,15 @@ class Leader:
         self._group, self.stage = divided(self._ranks, self._placement.tensor)
         return opened.part(self._group, self._layers[0])
 
-    def agree(self, plan: CachePlan) -> CachePlan:
+    def agree(self, plan: CachePlan, dtype: str) -> CachePlan:
         plans = [plan]
         for link in self._links:
             match self._next(link):
+                case Sizes(dtype=other) if other != dtype:
+                    raise ModelError(
+                        f"{link.peer} computes in {other}, and rank 0 in {dtype}; use machines of "
+                        "one kind, and a file whose layers are all of one type"
+                    )
                 case Sizes() as sizes:
                     plans.append(sizes.plan())
                 case Refusal(reason):
@@ -99,7 +104,7 @@ class Leader:
             tuple(map(min, zip(*(p.pool_pages for p in plans), strict=True))),
             min(p.slots for p in plans),
         )
-        self._tell(Sizes.of(least))
+        self._tell(Sizes.of(least, dtype))
         return least
 
     def step(
@@ -210,6 +215,7 @@ def lead(opened: Opened) -> tuple[Leader | None, Shard | None]:
     Returns what tells them what to do, None where there are none, and the part to load. Raises
     ModelError, RequestError and CapacityError, as the other ranks do.
     """
+    end_with_launcher()
     if (placement := placement_here()) is None:
         return None, opened.part()
     if placement.rank:
@@ -217,7 +223,6 @@ def lead(opened: Opened) -> tuple[Leader | None, Shard | None]:
             f"this is rank {placement.rank} of {placement.size}, which only computes for rank 0; "
             "run `mlxserve generate` or `serve` with `mlxserve launch`"
         )
-    end_with_launcher()
     leader = Leader(placement)
     try:
         leader.shard = leader.meet(opened)

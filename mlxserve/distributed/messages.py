@@ -41,15 +41,19 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 
 
 class Sizes(msgspec.Struct, tag=True, frozen=True):
-    """Pages that a rank's memory allows; or, from rank 0, those that all have. See `CachePlan`."""
+    """Pages that a rank's memory allows; or, from rank 0, those that all have. See `CachePlan`.
+
+    dtype: that the rank computes in.
+    """
 
     hot_pages: int
     pool_pages: tuple[int, ...]
     slots: int
+    dtype: str
 
     @classmethod
-    def of(cls, plan: CachePlan) -> "Sizes":
-        return cls(plan.hot_pages, tuple(plan.pool_pages), plan.slots)
+    def of(cls, plan: CachePlan, dtype: str) -> "Sizes":
+        return cls(plan.hot_pages, tuple(plan.pool_pages), plan.slots, dtype)
 
     def plan(self) -> CachePlan:
         return CachePlan(self.hot_pages, self.pool_pages, self.slots)

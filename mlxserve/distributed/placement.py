@@ -18,7 +18,7 @@ from mlxserve.models.tensors import HEAD
 from mlxserve.opening import Opened
 
 ALIKE = 0.85  # of the fastest: below that a machine counts as slower, above it may be noise
-WEIGHTS_SHARE = 0.8  # of memory, at the most, if layers can be placed so
+WEIGHTS_SHARE = 0.8  # of memory, at the most: the cache and a step need the rest
 
 
 class Power(msgspec.Struct, array_like=True, frozen=True):
@@ -66,7 +66,7 @@ def place_stages(opened: Opened, powers: Sequence[Power], tensor: int) -> list[r
     beside = parts.first + parts.last - (parts.first if tied else 0)
     size = opened.weight_bytes() / (beside + sum(parts.layers))
     limits = [WEIGHTS_SHARE * tensor * min(p.memory_bytes for p in stage) for stage in stages]
-    limits[0] -= size * beside
+    limits[0] = max(0.0, limits[0] - size * beside)
     # The head takes time for answers, and none for prompts, for which stages would be uneven by as
     # many layers as were taken off the first: gemma3-270m, of which it is most, read a prompt no
     # faster over two ranks than in one, and 1.5 times as fast with layers divided evenly.

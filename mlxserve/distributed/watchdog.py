@@ -35,7 +35,7 @@ class Watchdog:
         threading.Thread(target=self._watch, name="mlxserve-watchdog", daemon=True).start()
 
     def begin(self, tokens: int) -> None:
-        """A step of so many tokens was told; it begins when the one before has ended."""
+        """A step of so many tokens was told; it ends after those before."""
         with self._lock:
             if not self._tokens:
                 self._since_s = time.monotonic()
@@ -64,7 +64,9 @@ class Watchdog:
                 if not self._tokens:
                     continue
                 spent_s = time.monotonic() - self._since_s
-                stuck = spent_s > self.allowed_s(self._tokens[0])
+                # All of them: in a pipeline, younger steps go through this rank before the oldest
+                # is read.
+                stuck = spent_s > self.allowed_s(sum(self._tokens))
             if stuck:
                 self._on_stuck(f"a step isn't over after {spent_s:.0f} s")
                 return

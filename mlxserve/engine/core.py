@@ -26,6 +26,7 @@ from mlxserve.engine.scheduler import ChunkResult, Scheduler
 from mlxserve.engine.trace import Trace
 from mlxserve.errors import CapacityError, InvariantError, ModelError, RequestError
 from mlxserve.histogram import Distribution
+from mlxserve.kernels.pages import dtype_name
 from mlxserve.models.base import Model
 from mlxserve.sequence import Sequence as Seq
 from mlxserve.text.matcher import Matcher
@@ -108,7 +109,7 @@ class Core:
     ) -> None:
         self.peers = peers or NoPeers()
         groups, dtype, plan = cache_plan.plan_of(model, config, page_tokens)
-        plan = self.peers.agree(plan)
+        plan = self.peers.agree(plan, dtype_name(model.dtype))
         pools = tuple(min(n, pool_pages or n) for n in plan.pool_pages)
         sizes: Any = {"hot_pages": plan.hot_pages, "pool_pages": pools, "slots": plan.slots}
         self.storage = Storage(groups, dtype, **sizes)

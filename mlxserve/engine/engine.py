@@ -5,7 +5,8 @@ step.
 
 Step N+1 is built while the device computes step N, on top of tokens not read yet. It is submitted
 only after N has been read: then no unfinished step holds the cache's arrays, and they are written
-in place. A step that is run from a recording writes them anyway, and is submitted at once.
+in place. A step that is run from a recording writes them anyway, and is submitted at once. In a
+pipeline of several processes several steps are under way: see `Core.step`.
 """
 
 import atexit
@@ -311,14 +312,21 @@ class Engine:
 
 
 def _do(core: Core, work: Callable[[Core], Any], out: queue.SimpleQueue) -> None:
-    """Do a caller's work and tell him the outcome; a bug of ours also ends the engine."""
+    """Do a caller's work and tell him the outcome; a bug of ours also ends the engine.
+
+    So does a step under way that fails, where others take part in it.
+    """
+    settled = False
     try:
         core.settle()
+        settled = True
         out.put((work(core), None))
     except BaseException as error:
         out.put((None, error))
         if isinstance(error, InvariantError):
             raise
+        if core.peers.count and not settled and isinstance(error, Exception):
+            raise core.peers.cause(error) from error
 
 
 def release_thread() -> None:

@@ -252,15 +252,14 @@ def place_layers(
     needs: Sequence[int],
     capacities: Sequence[float],
     first: int = 0,
-    last: int = 0,
     limits: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """How many consecutive layers each host takes, at least one, for the best balance: the largest
     share of a host's capacity that is taken is as small as can be.
 
     needs: bytes of each layer. capacities: of each host, its memory, or the bytes that it reads in
-    a second. first, last: bytes beside the layers on the first host and on the last. limits: bytes
-    that each may have at most. Raises RequestError where these don't hold all layers.
+    a second. first: bytes beside the layers on the first host. limits: bytes that each may have at
+    most. Raises RequestError where these don't hold all layers.
     """
     for capacity in capacities:
         check_above_zero("capacities", capacity)
@@ -272,7 +271,7 @@ def place_layers(
     hosts = len(capacities)
 
     def share_of(host: int, begin: int, end: int) -> float:
-        taken = sums[end] - sums[begin] + first * (host == 0) + last * (host == hosts - 1)
+        taken = sums[end] - sums[begin] + first * (host == 0)
         if limits is not None and taken > limits[host]:
             return math.inf
         return taken / capacities[host]
@@ -292,7 +291,7 @@ def place_layers(
     if share == math.inf:
         allowed = ", ".join(f"{limit / 2**30:.1f}" for limit in limits or ())
         raise RequestError(
-            f"the layers take {(sums[-1] + first + last) / 2**30:.1f} GiB, and no division of them "
+            f"the layers take {(sums[-1] + first) / 2**30:.1f} GiB, and no division of them "
             f"fits into {allowed} GiB; use more machines, or fewer bits"
         )
     return counts

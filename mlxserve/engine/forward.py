@@ -27,9 +27,10 @@ class Passed(NamedTuple):
     """What `Forward.run` made.
 
     hidden: of all tokens, `[T, D]`, if they are to be read, else of those that sample, or of the
-    last; None where a step only decodes, and where other processes have them. logits: float32
-    `[B, V]`, of the rows that sample; None where none does. in_place: see `Forward.decode`. ahead:
-    in a pipeline, what this process makes of the step before others do, for them to go on.
+    last; None where other processes have them, and without a pipeline where a step only decodes.
+    logits: float32 `[B, V]`, of the rows that sample; None where none does. in_place: see
+    `Forward.decode`. ahead: in a pipeline, what this process makes of the step before others do,
+    for them to go on.
     """
 
     hidden: mx.array | None

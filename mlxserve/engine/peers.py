@@ -50,8 +50,11 @@ class Peers(Protocol):
     @property
     def stage(self) -> Stage | None: ...
 
-    def agree(self, plan: CachePlan) -> CachePlan:
-        """The pages that the memory of all of them allows. Waits until their models are loaded."""
+    def agree(self, plan: CachePlan, dtype: str) -> CachePlan:
+        """The pages that the memory of all of them allows. Waits until their models are loaded.
+
+        dtype: that this process computes in. Raises ModelError for one that computes in another.
+        """
         ...
 
     def step(
@@ -108,7 +111,7 @@ class NoPeers:
     def __init__(self) -> None:
         self.on_lost: Callable[[str], None] = _ignore
 
-    def agree(self, plan: CachePlan) -> CachePlan:
+    def agree(self, plan: CachePlan, dtype: str) -> CachePlan:
         return plan
 
     def step(

@@ -170,15 +170,18 @@ class InFlight:
             failure = None if np.isfinite(logits).all() else ModelError(NOT_FINITE)
             return ChunkResult(prompt_logits=logits, failure=failure)
         found: list[Logprob] = []
-        for block in blocks:
-            at = chunk.start + 1 + len(found)  # the token that the block's first row predicts
+        sound = True
+        for (first, _), block in zip(cuts, blocks, strict=True):  # all of them, as other ranks do
+            at = chunk.start + 1 + first  # the token that the block's first row predicts
             ids = request.prompt_ids[at : at + block.shape[0]]
             best, finite = select.greedy(block)
             values = logprobs(block, best, mx.array(ids, mx.int32), top)
             mx.eval(finite, *values)
-            if not np.array(finite).all():
-                return ChunkResult(failure=ModelError(NOT_FINITE))
-            found += _to_logprobs(ids, values, [top] * len(ids))
+            sound = sound and bool(np.array(finite).all())
+            if sound:
+                found += _to_logprobs(ids, values, [top] * len(ids))
+        if not sound:
+            return ChunkResult(failure=ModelError(NOT_FINITE))
         return ChunkResult(prompt_logprobs=tuple(found))
 
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxserve import config
 from mlxserve.cache.batch import BatchView
 from mlxserve.cache.groups import group_layers
 from mlxserve.cache.spec import FullKV, WindowKV
@@ -28,7 +29,7 @@ from mlxserve.distributed.messages import (
     decode,
     encode,
 )
-from mlxserve.errors import ModelError, PeerLost
+from mlxserve.errors import ModelError, PeerLost, RequestError
 from mlxserve.memory import CachePlan
 from mlxserve.opening import open_model
 from mlxserve.sequence import NO_PAGE, Chunk, Load, Seal, StepPlan
@@ -103,13 +104,24 @@ def test_messages_come_in_order_and_signs_of_life_keep_a_link(sockets):
     lost = Losses()
     links = [Link(end, f"rank {i}", 1.0, lost) for i, end in enumerate(sockets)]
     time.sleep(2.0)
-    sent = [Resize([1, 2]), Sizes(8, (16,), 1), Step.of(plan(), None)]
+    sent = [Resize([1, 2]), Sizes(8, (16,), 1, "float32"), Step.of(plan(), None)]
     for message in sent:
         links[0].send(message)
     assert [links[1].received.get(timeout=WAIT_S) for _ in sent] == sent
     links[0].close()
     assert isinstance(links[1].received.get(timeout=WAIT_S), Stop)
     assert lost.reasons == []
+
+
+def test_a_rank_that_would_compute_in_another_type_is_named(sockets):
+    """Or what it sends would be read as other numbers."""
+    first = leader.Leader(Placement(rank=0, size=2, tensor=1, control=("127.0.0.1", 1), key="k"))
+    first._links.append(Link(sockets[0], "rank 1 (mini)", WAIT_S, first._on_loss))
+    write(sockets[1], Sizes(20, (90, 200), 5, "float16"))
+    expected = r"rank 1 \(mini\) computes in float16, and rank 0 in bfloat16"
+    with pytest.raises(ModelError, match=expected):
+        first.agree(CachePlan(30, (100, 100), 4), "bfloat16")
+    first.close()
 
 
 def test_rank_0_heeds_the_memory_of_all_machines(sockets):
@@ -320,11 +332,11 @@ def test_pages_are_those_that_all_have_memory_for(sockets):
         Placement(rank=0, size=2, tensor=2, control=("127.0.0.1", 1), key="k", start_timeout_s=1)
     )
     first._links.append(Link(sockets[0], "rank 1", WAIT_S, first._on_loss))
-    write(sockets[1], Sizes(20, (90, 200), 5))
-    assert first.agree(CachePlan(30, (100, 100), 4)) == CachePlan(20, (90, 100), 4)
+    write(sockets[1], Sizes(20, (90, 200), 5, "float32"))
+    assert first.agree(CachePlan(30, (100, 100), 4), "float32") == CachePlan(20, (90, 100), 4)
     while isinstance(told := read(sockets[1]), Ping):
         pass
-    assert told == Sizes(20, (90, 100), 4)
+    assert told == Sizes(20, (90, 100), 4, "float32")
     first.close()
 
 
@@ -345,3 +357,10 @@ def test_one_that_hangs_up_while_it_is_asked_is_named(sockets):
             first._ask(1, asked)
     finally:
         first.close()  # or it would end this process
+
+
+@pytest.mark.parametrize("text", ["abc", "nan", "-1", "0", "inf", "3601"])
+def test_a_silence_that_is_no_time_is_refused_by_name(monkeypatch, text):
+    monkeypatch.setenv("MLXSERVE_PEER_TIMEOUT_S", text)
+    with pytest.raises(RequestError, match=f"MLXSERVE_PEER_TIMEOUT_S is '{text}'; it must be"):
+        config.peer_timeout_s()

@@ -69,6 +69,21 @@ def test_what_is_allowed_grows_with_tokens_and_with_what_they_took():
     assert watchdog.allowed_s(1) < watchdog.allowed_s(128)
 
 
+def test_steps_under_way_are_allowed_for_together():
+    """In a pipeline the oldest is read once younger ones have passed rank 0."""
+    stuck = threading.Event()
+    watchdog = Watchdog(0.05, lambda what: stuck.set())
+    watchdog._token_s = 0.02
+    watchdog.begin(1)
+    watchdog.begin(1000)
+    assert not stuck.wait(1.0)  # one token alone may take 0.35 s
+    watchdog.end()
+    watchdog.end()
+    watchdog.begin(1)
+    assert stuck.wait(WAIT_S)
+    watchdog.close()
+
+
 def test_a_rank_that_never_comes_to_the_ring_ends_the_others(tmp_path):
     """MLX waits for it with Python's lock held, so that no thread of ours could."""
     hosts = tmp_path / "hosts.json"

@@ -184,20 +184,19 @@ def test_layers_are_placed_as_well_as_trying_all_places_finds(seed):
     rng = random.Random(seed)
     needs = [rng.randint(1, 100) for _ in range(rng.randint(4, 9))]
     memories = [rng.randint(1, 50) for _ in range(rng.randint(1, 4))]
-    first, last = rng.randint(0, 300), rng.randint(0, 300)
+    first = rng.randint(0, 300)
 
     def worst(counts):
         shares, begin = [], 0
         for host, count in enumerate(counts):
             held = sum(needs[begin : begin + count]) + first * (host == 0)
-            held += last * (host == len(memories) - 1)
             shares.append(held / memories[host])
             begin += count
         return max(shares)
 
     every = itertools.product(range(1, len(needs) + 1), repeat=len(memories))
     best = min(worst(counts) for counts in every if sum(counts) == len(needs))
-    found = est.place_layers(needs, memories, first, last)
+    found = est.place_layers(needs, memories, first)
     assert sum(found) == len(needs)
     assert worst(found) == pytest.approx(best)
 
