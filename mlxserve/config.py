@@ -176,27 +176,23 @@ def placement() -> Placement | None:
     try:
         host, _, port = os.environ["MLXSERVE_CONTROL"].rpartition(":")
         size = int(os.environ["MLXSERVE_RANKS"])
-        if size == 1:
-            return None
-        return Placement(
-            rank=int(rank),
-            size=size,
-            tensor=int(os.environ.get("MLXSERVE_TENSOR", size)),
-            control=(host, int(port)),
-            key=os.environ["MLXSERVE_CONTROL_KEY"],
-            backend=os.environ.get("MLXSERVE_BACKEND", "ring"),
-            timeout_s=peer_timeout_s(),
-        )
+        told: dict[str, Any] = {
+            "rank": int(rank),
+            "size": size,
+            "tensor": int(os.environ.get("MLXSERVE_TENSOR", size)),
+            "control": (host, int(port)),
+            "key": os.environ["MLXSERVE_CONTROL_KEY"],
+        }
     except (KeyError, ValueError) as error:
         raise RequestError(
             f"MLXSERVE_RANK is {rank!r}, and beside it {error} is missing or wrong; start this "
             "with `mlxserve launch`"
         ) from None
-
-
-def peer_timeout_s() -> float:
-    """Seconds that a rank may be silent. Raises RequestError."""
-    return _seconds("MLXSERVE_PEER_TIMEOUT_S", "10", MAX_PEER_TIMEOUT_S)
+    if size == 1:
+        return None
+    timeout_s = _seconds("MLXSERVE_PEER_TIMEOUT_S", "10", MAX_PEER_TIMEOUT_S)
+    backend = os.environ.get("MLXSERVE_BACKEND", "ring")
+    return Placement(**told, backend=backend, timeout_s=timeout_s)
 
 
 def listen_fd() -> int | None:

@@ -1,6 +1,5 @@
 """How much a model makes of each token, read off its parts and a token traced through it."""
 
-import re
 from collections import Counter
 
 import mlx.core as mx
@@ -8,13 +7,13 @@ import mlx.core as mx
 from mlxserve.memory import StepShape
 from mlxserve.models.base import Group, Model
 from mlxserve.models.layers import Embedding, GatedMLP, Linear, RMSNorm
+from mlxserve.models.tensors import layer_of
 from mlxserve.models.uses import Trace, trace
 
 # MLX makes room for a result when it queues the operation, and queues about a hundred pieces of
 # work ahead of the CPU that computes them. Measured with the native kernels, results of 4.9 layers
 # of 10 parts (llama, qwen3, gemma3) exist at once.
 AHEAD_LAYERS, AHEAD_PARTS = 5, 50
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def step_shape(model: Model, dtype: mx.Dtype) -> StepShape:
@@ -30,8 +29,7 @@ def step_shape(model: Model, dtype: mx.Dtype) -> StepShape:
     outside = 0
     for name, part in model.named_modules():
         width = _width(part)
-        if found := _LAYER.search(name):
-            layer = int(found[1])
+        if (layer := layer_of(name)) is not None:
             if width and not _of_heads(part, view.dims.get(layer)):
                 made[layer] += width
                 parts[layer] += 1

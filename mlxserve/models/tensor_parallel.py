@@ -8,7 +8,6 @@ before them are cut by outputs, those after them by inputs, whose results are ad
 ranks: twice a layer. What isn't named here, such as norms, is whole on every rank.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,12 +16,11 @@ from typing import Literal, NamedTuple
 
 from mlxserve.errors import RequestError
 from mlxserve.models.base import ALONE, Group, Sizes
-from mlxserve.models.tensors import Shape
+from mlxserve.models.tensors import Shape, layer_of
 
 # Channels and vocabularies are cut at multiples of it, where they are large enough: the smallest
 # number of inputs that all kernels take of a packed matrix.
 UNIT = 32
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class Cut(NamedTuple):
@@ -82,8 +80,8 @@ class Shard:
         return tuple(ranges)
 
     def _holds(self, name: str) -> bool:
-        if layer := _LAYER.search(name):
-            return int(layer[1]) in self.layers
+        if (layer := layer_of(name)) is not None:
+            return layer in self.layers
         return self.first if cut_of(name) else self.last
 
 

@@ -1,5 +1,6 @@
 """What a config says about a checkpoint: which tensors there must be, and which are matrices."""
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, cast
 
@@ -11,6 +12,7 @@ from mlxserve.models.base import Model
 from mlxserve.models.layers import Embedding, Linear
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 SHOWN = 3  # tensors named in an error before "and n more"
 
 Shape = tuple[int, ...]
@@ -59,6 +61,12 @@ def names(originals: Iterable[str]) -> dict[str, str]:
             raise ModelError(f"two tensors are named {name}; remove one ({original})")
         found[name] = original
     return found
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer that a tensor or a module belongs to; None outside of them."""
+    found = _LAYER.search(name)
+    return None if found is None else int(found[1])
 
 
 def untied() -> ModelError:

@@ -361,6 +361,8 @@ def test_one_that_hangs_up_while_it_is_asked_is_named(sockets):
 
 @pytest.mark.parametrize("text", ["abc", "nan", "-1", "0", "inf", "3601"])
 def test_a_silence_that_is_no_time_is_refused_by_name(monkeypatch, text):
-    monkeypatch.setenv("MLXSERVE_PEER_TIMEOUT_S", text)
-    with pytest.raises(RequestError, match=f"MLXSERVE_PEER_TIMEOUT_S is '{text}'; it must be"):
-        config.peer_timeout_s()
+    told = {"RANK": "1", "RANKS": "2", "CONTROL": "127.0.0.1:1", "CONTROL_KEY": "k"}
+    for name, value in (told | {"PEER_TIMEOUT_S": text}).items():
+        monkeypatch.setenv(f"MLXSERVE_{name}", value)
+    with pytest.raises(RequestError, match=f"^MLXSERVE_PEER_TIMEOUT_S is '{text}'; it must be"):
+        config.placement()
